@@ -1,0 +1,24 @@
+# make: the host library. make ARCH=sm_90 (sm_80 sm_86 sm_89 sm_100 sm_120): with CUDA. MODEL=file.bin bakes that model's
+# shape in; without it, native/config.h's defaults. DEFINES=-DMAX_SEQ_LEN=1024 raises a capacity.
+ARCH    := host
+PYTHON  := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+CONFIG  := $(strip $(if $(MODEL),$(shell $(PYTHON) -m colibri.build --defines $(MODEL))) $(DEFINES))
+BUILD   := build/$(ARCH)-$(shell printf '%s' '$(CONFIG)' | sha256sum | cut -c1-12)
+NUMBER  := $(ARCH:sm_%=%)
+CUDA    := $(if $(filter sm_%,$(ARCH)),$(or $(wildcard native/cuda/*.cu),$(error ARCH=$(ARCH): no CUDA sources in native/cuda)))
+OBJECTS := $(patsubst native/%,$(BUILD)/%.o,$(wildcard native/*.c native/host/*.c) $(CUDA))
+FLAGS   := -O3 -Inative -MMD $(CONFIG) $(if $(CUDA),-DCUDA_ARCH=$(NUMBER))
+TARGET  := $(NUMBER:90=90a)
+$(BUILD)/libcolibri.so: $(OBJECTS)
+	$(if $(CUDA),nvcc -cudart static -Xcompiler -fopenmp,gcc -fopenmp) -shared -o $@.tmp $^ -lm && mv $@.tmp $@
+$(BUILD)/%.c.o: native/%.c ; @mkdir -p $(@D)
+	gcc -std=gnu11 -Wall -Wextra -Werror -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) -c -o $@ $<
+$(BUILD)/%.cu.o: native/%.cu ; @mkdir -p $(@D)
+	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) -c -o $@ $<
+.venv/installed: setup.cfg ; python3 -m venv .venv && .venv/bin/pip install -q -e .[test] && touch $@
+run: .venv/installed ; .venv/bin/python -m converter models/moe-32.pt moe-32.bin --force && .venv/bin/python -m colibri.run --model moe-32.bin --prompt "It was the custom of the old captain, "
+test: .venv/installed ; .venv/bin/python -m pytest tests
+bench: .venv/installed ; .venv/bin/python -m bench.latency && bench/stress.sh
+clean: ; rm -rf build
+.PHONY: run test bench clean
+-include $(OBJECTS:.o=.d)

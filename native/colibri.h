@@ -1,0 +1,40 @@
+/* Every exported function. Python derives its ctypes signatures from this text: one declaration a line.
+ * Functions that return int give 0, or -1 with the message in colibri_error(). */
+#ifndef COLIBRI_H
+#define COLIBRI_H
+
+#include <stdint.h>
+
+#define COLIBRI_HOST 0
+#define COLIBRI_CUDA 1
+
+#pragma GCC visibility push(default)
+
+/* The calling thread's last error, in one line. */
+const char *colibri_error(void);
+/* The baked configuration, as struct Config of config.h. */
+int colibri_config(void *config);
+/* The path that `backend` runs on this machine: "host avx2", "host portable", "cuda sm_90"; NULL where it is not built in. */
+const char *colibri_path(int backend);
+/* sizeof(struct Model): the block that colibri_bind fills in. */
+int64_t colibri_model_bytes(void);
+/* Bytes of the state block for so many layers and KV slots; 0 with an error where the backend is not built in. */
+int64_t colibri_state_bytes(int backend, int num_layers, int num_slots);
+/* Makes a model of a checked file header, its weights (struct Weights, struct Layer[num_layers]), a zeroed state block and a batch. */
+int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state, void *batch, int num_slots, int num_threads, void *stream);
+/* One step over the model's batch: embed, layers, logits, sampled tokens. num_tokens and num_logits are launch sizes. */
+int colibri_forward(void *model, int num_tokens, int num_logits);
+/* One step of a bare MoE stack, in place on state.x. */
+int colibri_forward_stack(void *model, int num_tokens);
+/* One op of ops.h by its name, on the model's state as colibri_forward would call it: for tests and benchmarks. */
+int colibri_run_op(void *model, const char *op, int num_rows, int layer);
+/* Turns a fault that the step left in the batch into an error. Call it when the step has completed. */
+int colibri_check(const void *model);
+/* Reads `bytes` at `data` with all threads, as fast as the machine can: the ceiling that decode is measured against. */
+double colibri_read_sum(const void *data, int64_t bytes, int num_threads);
+/* Fused multiply-adds a second over all threads, measured for about `seconds`. */
+double colibri_fma_rate(double seconds, int num_threads);
+
+#pragma GCC visibility pop
+
+#endif

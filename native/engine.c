@@ -1,0 +1,82 @@
+/* What Python calls to make a model of memory that it owns. */
+#include <string.h>
+
+#include "colibri.h"
+#include "error.h"
+#include "ops.h"
+
+int colibri_config(void *config) {
+    Config baked = {
+        .num_experts = NUM_EXPERTS, .k = K, .hidden = HIDDEN, .ffn = FFN, .num_heads = NUM_HEADS,
+        .num_kv_heads = NUM_KV_HEADS, .head_dim = HEAD_DIM, .vocab_size = VOCAB_SIZE, .weight_dtype = WEIGHT_DTYPE,
+        .activation = ACTIVATION, .gated = GATED, .router_kind = ROUTER_KIND, .router_bias = ROUTER_BIAS,
+        .renormalize = RENORMALIZE, .num_groups = NUM_GROUPS, .topk_groups = TOPK_GROUPS, .norm_kind = NORM_KIND,
+        .rope_kind = ROPE_KIND, .interleave_rows = PANEL_ROWS, .max_batch = MAX_BATCH, .max_seq_len = MAX_SEQ_LEN,
+        .cuda_arch = CUDA_ARCH};
+    memcpy(config, &baked, sizeof baked);
+    return 0;
+}
+
+static const Ops *ops_of(int backend) {
+    if (backend == COLIBRI_HOST) return &host_ops;
+#if CUDA_ARCH
+    if (backend == COLIBRI_CUDA) return &cuda_ops;
+#endif
+    fail("backend: %d, expected %d (host)%s; build with make ARCH=sm_90 or another GPU architecture", backend,
+         COLIBRI_HOST, CUDA_ARCH ? " or 1 (cuda)" : ", since this library has no CUDA backend");
+    return NULL;
+}
+
+const char *colibri_path(int backend) {
+    const Ops *ops = ops_of(backend);
+    return ops ? ops->name() : NULL;
+}
+
+int64_t colibri_model_bytes(void) { return sizeof(Model); }
+
+/* Lays the buffers out one after another, each on a page of its own; with base 0 it only counts. */
+static int64_t lay_out(State *state, uintptr_t base, const Ops *ops, int64_t num_layers, int64_t num_slots) {
+    int64_t offset = 0;
+#define PLACE(name, type, rows, columns)                                                              \
+    state->name = (type *)(base + offset);                                                            \
+    offset += ((int64_t)sizeof(type) * (int64_t)(rows) * (int64_t)(columns) + DATA_ALIGNMENT - 1) /   \
+              DATA_ALIGNMENT * DATA_ALIGNMENT;
+    STATE_BUFFERS(PLACE)
+#undef PLACE
+    state->scratch = (void *)(base + offset);
+    return offset + ops->scratch_bytes();
+}
+
+int64_t colibri_state_bytes(int backend, int num_layers, int num_slots) {
+    const Ops *ops = ops_of(backend);
+    State state;
+    return ops ? lay_out(&state, 0, ops, num_layers, num_slots) : 0;
+}
+
+int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state,
+                 void *batch, int num_slots, int num_threads, void *stream) {
+    Model *m = model;
+    memset(m, 0, sizeof *m);
+    m->ops = ops_of(backend);
+    if (!m->ops) return -1;
+    memcpy(&m->header, header, sizeof m->header);
+    memcpy(&m->weights, weights, sizeof m->weights);
+    m->weights.layers = layers;
+    m->batch = batch;
+    m->stream = stream;
+    m->num_slots = num_slots;
+    m->num_threads = num_threads;
+    lay_out(&m->state, (uintptr_t)state, m->ops, m->header.num_layers, num_slots);
+    return 0;
+}
+
+int colibri_check(const void *model) {
+    const Batch *b = ((const Model *)model)->batch;
+    if (b->fault == FAULT_ROUTER_LOGIT)
+        return fail("layers.%d.router: logits of token %d are NaN, +inf or fewer than k=%d finite, expected finite; "
+                    "the weights or the input hold NaN or inf", b->fault_layer, b->fault_token, K);
+    if (b->fault == FAULT_LOGIT)
+        return fail("lm_head: logits of token %d hold NaN, expected numbers; the weights hold NaN or inf",
+                    b->fault_token);
+    return 0;
+}

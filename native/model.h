@@ -1,0 +1,92 @@
+/* The whole model in one page: weights, state and one step's batch. Every pointer carries its shape.
+ *
+ * C allocates nothing: Python owns every block of memory and hands it in. On the host, weights point into the
+ * mapped file; on the device, into device memory. Python reads the structs and tables here (colibri/headers.py). */
+#ifndef COLIBRI_MODEL_H
+#define COLIBRI_MODEL_H
+
+#include "config.h"
+
+#if WEIGHT_DTYPE == DTYPE_F32
+typedef float weight_t;
+#else
+typedef uint16_t weight_t; /* the bits of an f16 or bf16 */
+#endif
+
+#define TENSOR_POINTER(name, type, experts, rows, columns) const type *name;
+
+typedef struct Layer {
+    LAYER_TENSORS(TENSOR_POINTER) /* shapes: format.h; NULL where a dimension is 0 */
+} Layer;
+
+typedef struct Weights {
+    MODEL_TENSORS(TENSOR_POINTER)
+    const Layer *layers; /* (num_layers), in host memory for both backends */
+} Weights;
+
+/* One forward call's input and output, filled in and read by Python. For CUDA it lies in page-locked mapped memory,
+ * at the same address on both sides. Token t belongs to KV slot slots[t] and stands at positions[t] there; the
+ * tokens of one slot come in the order of their positions. logit_rows names the tokens whose logits are wanted;
+ * sampled[i], sampler fields and logits row i belong to logit_rows[i]. */
+typedef struct Batch {
+    int32_t num_tokens;
+    int32_t num_logits;
+    int32_t sample;                     /* 0: logits only */
+    int32_t fault;                      /* 0, or FAULT_*; written by the device */
+    int32_t fault_layer;
+    int32_t fault_token;
+    int32_t tokens[MAX_TOKENS];
+    int32_t positions[MAX_TOKENS];
+    int32_t slots[MAX_TOKENS];
+    int32_t logit_rows[MAX_TOKENS];
+    float temperature[MAX_TOKENS];      /* 0: greedy */
+    int32_t top_k[MAX_TOKENS];          /* 0: all */
+    float top_p[MAX_TOKENS];            /* 1: all */
+    float uniform[MAX_TOKENS];          /* in [0, 1): the draw, from the caller's seeded generator */
+    int32_t sampled[MAX_TOKENS];
+} Batch;
+
+#define FAULT_ROUTER_LOGIT 1 /* a NaN or +inf router logit, or fewer than k finite ones */
+#define FAULT_LOGIT 2        /* a NaN among the logits to sample from */
+
+/* What a step works in. B(name, type, rows, columns); num_layers and num_slots are run-time values.
+ * x is the residual stream, and a bare MoE stack's input and output. */
+#define STATE_BUFFERS(B) \
+    B(key_cache,        float,    num_layers * num_slots * NUM_KV_HEADS, MAX_SEQ_LEN * HEAD_DIM) \
+    B(value_cache,      float,    num_layers * num_slots * NUM_KV_HEADS, MAX_SEQ_LEN * HEAD_DIM) \
+    B(x,                float,    MAX_TOKENS, HIDDEN) \
+    B(normed,           float,    MAX_TOKENS, HIDDEN) \
+    B(qkv,              float,    MAX_TOKENS, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) \
+    B(attention,        float,    MAX_TOKENS, NUM_HEADS * HEAD_DIM) \
+    B(router_logits,    float,    MAX_TOKENS, NUM_EXPERTS) \
+    B(expert_ids,       int32_t,  MAX_TOKENS, K)  /* best first */ \
+    B(expert_weights,   float,    MAX_TOKENS, K) \
+    B(expert_offsets,   int32_t,  1, NUM_EXPERTS + 1) /* expert e's assignments: [offsets[e], offsets[e+1]) */ \
+    B(assignments,      int32_t,  1, MAX_TOKENS * K)  /* token * K + slot, by expert, then by token */ \
+    B(active_experts,   int32_t,  1, NUM_EXPERTS)     /* those with a token, ascending */ \
+    B(num_active,       int32_t,  1, 1) \
+    B(expert_mid,       float,    MAX_TOKENS * K, FFN)    /* row token * K + slot */ \
+    B(expert_out,       float,    MAX_TOKENS * K, HIDDEN) /* row token * K + slot */ \
+    B(logits,           float,    MAX_TOKENS, VOCAB_SIZE) \
+    B(routed_tokens,    uint64_t, num_layers, NUM_EXPERTS) /* assignments since the start */ \
+    B(experts_read,     uint64_t, 1, 1)                    /* sum of num_active since the start */
+
+#define STATE_POINTER(name, type, rows, columns) type *name;
+
+typedef struct State {
+    STATE_BUFFERS(STATE_POINTER)
+    void *scratch; /* a backend's own: ops->scratch_bytes() */
+} State;
+
+typedef struct Model {
+    BinHeader header;
+    Weights weights;
+    State state;
+    Batch *batch;
+    const struct Ops *ops;
+    void *stream;        /* CUDA only: a CUstream */
+    int32_t num_slots;   /* KV-cache timelines */
+    int32_t num_threads; /* host only */
+} Model;
+
+#endif

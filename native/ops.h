@@ -1,0 +1,50 @@
+/* The ops. forward.c is written over this table; each backend fills it in (host_ops, cuda_ops).
+ *
+ * num_tokens is the number of rows to launch for: on the host it equals batch->num_tokens; in a CUDA graph it is the
+ * graph's bucket, and kernels read the true number from batch->num_tokens. Each op returns 0, or -1 with the
+ * message set (error.h). `y` rows are token rows of the named state buffers. */
+#ifndef COLIBRI_OPS_H
+#define COLIBRI_OPS_H
+
+#include "model.h"
+
+typedef struct Ops {
+    const char *(*name)(void);          /* "host avx2", "host portable", "cuda sm_90" */
+    int64_t (*scratch_bytes)(void);
+    int (*begin)(Model *m, int num_tokens); /* once a step, before the first op */
+    /* x[t] = embed[tokens[t]] */
+    int (*embed)(Model *m, int num_tokens);
+    /* out[t] = x[t] * rsqrt(mean(x[t]^2) + norm_eps) * weight; rows of HIDDEN */
+    int (*norm)(Model *m, int num_tokens, float *out, const float *x, const float *weight);
+    /* qkv[t] = qkv_weight normed[t] */
+    int (*qkv)(Model *m, int num_tokens, const Layer *layer);
+    /* rotates q and k in qkv by position, then stores k and v at (layer, slot, kv head, position) of the caches */
+    int (*rope)(Model *m, int num_tokens, int layer);
+    /* attention[t] = softmax(q k / sqrt(head_dim)) v over positions 0..positions[t] of the token's slot */
+    int (*attention)(Model *m, int num_tokens, int layer);
+    /* x[t] += attention_out attention[t] */
+    int (*attention_out)(Model *m, int num_tokens, const Layer *layer);
+    /* router_logits of `input` rows, then everything that routing yields: ids, weights, offsets, assignments, active experts, totals */
+    int (*router)(Model *m, int num_tokens, int layer, const float *input);
+    /* expert_mid = activation(gate input) * up input, for each assignment */
+    int (*experts_up)(Model *m, int num_tokens, const Layer *layer, const float *input);
+    /* expert_out = down expert_mid */
+    int (*experts_down)(Model *m, int num_tokens, const Layer *layer);
+    /* x[t] = (residual ? x[t] : 0) + sum over slots, in order, of expert_weights * expert_out */
+    int (*combine)(Model *m, int num_tokens, int residual);
+    /* logits[i] = lm_head normed[i], where norm has put row logit_rows[i] of x at normed[i] */
+    int (*gather_norm)(Model *m, int num_logits);
+    int (*lm_head)(Model *m, int num_logits);
+    /* sampled[i] from logits[i]: greedy takes the lowest index among equals */
+    int (*sample)(Model *m, int num_logits);
+} Ops;
+
+extern const Ops host_ops;
+#if CUDA_ARCH
+#ifdef __cplusplus
+extern "C"
+#endif
+extern const Ops cuda_ops;
+#endif
+
+#endif
