@@ -1,0 +1,1 @@
+"""Colibri: a minimal, fast inference engine for Mixture-of-Experts language models."""

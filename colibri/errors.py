@@ -1,0 +1,5 @@
+"""The one exception that users see: a single sentence `where: name=got, expected rule; fix`."""
+
+
+class ColibriError(Exception):
+    """A mistake in the input, the options or the machine; the command line prints its text alone and exits with 2."""

@@ -1,0 +1,155 @@
+"""Turns the text of native/*.h into numpy dtypes, integers, tables and ctypes signatures.
+
+The headers are the only definition of the file format and of the library's interface, so nothing here is retyped.
+The reader asks for what the headers promise: one field, #define or declaration a line, no padding in a struct.
+"""
+
+import ast
+import ctypes
+import functools
+import operator
+import re
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+
+NATIVE = Path(__file__).resolve().parent.parent / "native"
+SCALARS = {"char": "S1", "int32_t": "<i4", "uint16_t": "<u2", "uint32_t": "<u4", "uint64_t": "<u8", "float": "<f4"}
+POINTER = "<u8"
+ARGUMENTS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
+             "char *": ctypes.c_char_p, "void *": ctypes.c_void_p}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+             ast.Gt: operator.gt, ast.Lt: operator.lt, ast.Eq: operator.eq, ast.USub: operator.neg}
+
+Tensor = namedtuple("Tensor", "name type shape")  # type: "float" or "weight_t"; shape: 1, 2 or 3 ints
+Buffer = namedtuple("Buffer", "name dtype rows columns")
+Function = namedtuple("Function", "restype argtypes")
+
+
+class Headers:
+    """What the headers say for one baked configuration.
+
+    constants: {"PANEL_ROWS": 64, ...}, every #define that is an integer, under this configuration
+    structs:   {"BinHeader": numpy dtype, ...}; pointers are u64
+    functions: {"colibri_bind": Function(restype, argtypes), ...} in ctypes types
+    """
+
+    def __init__(self, config=None):
+        """config: {"num_experts": 8, ...} overrides config.h's defaults; names are struct Config's fields."""
+        sources = {name: _read(name) for name in ("format.h", "config.h", "model.h", "colibri.h")}
+        text = "\n".join(sources.values())
+        self.tables = {name: re.findall(r"\b[TB]\(([^()]*(?:\([^()]*\)[^()]*)*)\)", body)
+                       for name, body in re.findall(r"^#define (\w+)\([TB]\) (.*)$", text, re.MULTILINE)}
+        self._defines = dict(re.findall(r"^#define (\w+)[ \t]+(\S.*?)[ \t]*$", text, re.MULTILINE))
+        self._defines.update({name.upper(): str(int(value)) for name, value in (config or {}).items()})
+        self.constants = {name: value for name in self._defines if (value := self._constant(name)) is not None}
+        self._format = re.findall(r"^#define (\w+) ", sources["format.h"], re.MULTILINE)
+        self.structs = {}
+        for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\n\} \1;", text, re.DOTALL):
+            fields = [field for line in body.split("\n") for field in self._fields(line)]
+            self.structs[name] = np.dtype(fields, align=True)
+        declarations = re.findall(r"^(\w[\w ]*\*?) ?(colibri_\w+)\((.*)\);", text, re.MULTILINE)
+        self.functions = {name: _function(kind, arguments) for kind, name, arguments in declarations}
+
+    def codes(self, prefix):
+        """{"silu": 0, "gelu": 1, "relu": 2} for "ACTIVATION": format.h's names of a code field's values."""
+        return {name[len(prefix) + 1:].lower(): self.constants[name] for name in self._format
+                if name.startswith(prefix + "_")}
+
+    def tensors(self, header):
+        """The tensors of a model, in the file's order, as [Tensor]. header: a mapping with BinHeader's fields."""
+        fields = {name: int(header[name]) for name in self.structs["BinHeader"].names
+                  if self.structs["BinHeader"][name] == np.dtype("<u4")}
+        model = [(row, "") for row in self.tables["MODEL_TENSORS"]]
+        layers = [(row, f"layers.{layer}.") for layer in range(fields["num_layers"])
+                  for row in self.tables["LAYER_TENSORS"]]
+        return [tensor for row, prefix in model + layers if (tensor := _tensor(row, prefix, fields))]
+
+    def state_buffers(self, num_layers, num_slots):
+        """STATE_BUFFERS as [Buffer(name, numpy dtype, rows, columns)], in the order of the state block."""
+        names = {**self.constants, "num_layers": num_layers, "num_slots": num_slots}
+        rows = [_columns(row) for row in self.tables["STATE_BUFFERS"]]
+        return [Buffer(name, np.dtype(SCALARS[kind]), evaluate(count, names), evaluate(width, names))
+                for name, kind, count, width in rows]
+
+    def _constant(self, name, depth=0):
+        """A #define's integer value, following other #defines; None when it is not an integer."""
+        text = self._defines[name]
+        words = set(re.findall(r"[A-Za-z_]\w*", text))
+        if depth > 8 or not words <= self._defines.keys():
+            return None
+        try:
+            return evaluate(text, {word: self._constant(word, depth + 1) for word in words})
+        except (SyntaxError, TypeError, KeyError):
+            return None
+
+    def _fields(self, line):
+        """A struct's line as (name, dtype) or (name, dtype, (length,)); a table's macro is one pointer an entry."""
+        if table := re.match(r"\s*(\w+)\(\w+\)", line):
+            return [(_columns(row)[0], POINTER) for row in self.tables[table[1]]]
+        field = re.match(r"\s*(?:const )?(?:struct )?(\w+) (\*?)(\w+)(?:\[(.+)\])?;", line)
+        if not field:
+            return []
+        kind, pointer, name, length = field.groups()
+        dtype = POINTER if pointer else self.structs.get(kind) or SCALARS[kind]
+        if length is None:
+            return [(name, dtype)]
+        count = evaluate(length, self.constants)
+        return [(name, f"S{count}")] if kind == "char" else [(name, dtype, (count,))]
+
+
+@functools.cache
+def default():
+    """The headers under config.h's default configuration: enough for everything that is about the file alone."""
+    return Headers()
+
+
+def evaluate(expression, names):
+    """A C integer expression of + - * / > < == and one parenthesised ?:, over the ints in `names`."""
+    python = re.sub(r"\(([^?()]*)\?([^:()]*):([^()]*)\)", r"((\2) if (\1) else (\3))", expression).replace("/", "//")
+    return _evaluate(ast.parse(python.strip(), mode="eval").body, names)
+
+
+def _evaluate(node, names):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.Name):
+        return names[node.id]
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op)](_evaluate(node.left, names), _evaluate(node.right, names))
+    if isinstance(node, ast.UnaryOp):
+        return OPERATORS[type(node.op)](_evaluate(node.operand, names))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return int(OPERATORS[type(node.ops[0])](_evaluate(node.left, names), _evaluate(node.comparators[0], names)))
+    if isinstance(node, ast.IfExp):
+        return _evaluate(node.body if _evaluate(node.test, names) else node.orelse, names)
+    raise SyntaxError(f"{ast.unparse(node)}: not an integer expression")
+
+
+def _read(name):
+    text = re.sub(r"/\*.*?\*/", "", (NATIVE / name).read_text(), flags=re.DOTALL)
+    return re.sub(r"\\\n", " ", text)
+
+
+def _columns(row):
+    return [column.strip() for column in row.split(",")]
+
+
+def _tensor(row, prefix, fields):
+    name, kind, *shape = _columns(row)
+    experts, rows, columns = (evaluate(expression, fields) for expression in shape)
+    if rows == 0 or (columns == 0 and shape[2] != "0") or (experts == 0 and shape[0] != "0"):
+        return None
+    return Tensor(prefix + name, kind, tuple(size for size in (experts, rows, columns) if size))
+
+
+def _function(kind, arguments):
+    arguments = [] if arguments == "void" else arguments.split(",")
+    return Function(_ctype(kind), [_ctype(argument) for argument in arguments])
+
+
+def _ctype(declaration):
+    """The ctypes type of `const char *op`, `int num_rows` or a return type."""
+    kind = re.match(r"(?:const )?(\w+)\s*(\*?)", declaration.strip())
+    return ARGUMENTS[f"{kind[1]} *" if kind[2] else kind[1]]
