@@ -1,0 +1,128 @@
+"""Model + machine -> make command -> the right libcolibri.so, cached under build/.
+
+`python -m colibri.build --defines model.bin` prints the -D options that bake the model's shape in, for the Makefile.
+They name only what differs from native/config.h's defaults, so `make` and the model that the defaults describe share
+one library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from colibri import headers
+from colibri.checkpoint import Checkpoint
+from colibri.errors import ColibriError
+
+ROOT = headers.NATIVE.parent
+
+
+def library_path(checkpoint, arch="host", build=True):
+    """The libcolibri.so for this model: COLIBRI_LIBRARY if set, else build/<arch>-<key>/, made by make where needed.
+
+    arch: "host", or "sm_90" for a CUDA build. build=False: a library that would have to be made is an error.
+    """
+    if chosen := os.environ.get("COLIBRI_LIBRARY"):
+        if not os.path.isfile(chosen):
+            raise ColibriError(f"COLIBRI_LIBRARY={chosen}: not found, expected a libcolibri.so; unset it to build one")
+        return chosen
+    config = config_string(checkpoint.header)
+    key = hashlib.sha256(config.encode()).hexdigest()[:12]  # the Makefile's rule
+    library = ROOT / "build" / f"{arch}-{key}" / "libcolibri.so"
+    command = make_command(checkpoint, arch)
+    if _is_current(library):
+        return str(library)
+    if not build:
+        state = "older than its sources" if library.exists() else "not built"
+        raise ColibriError(f"{_short(library)}: {state}, expected ready for --no-build; run {' '.join(command)}")
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with open(library.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process that wants this library waits for the first one's
+            if not _is_current(library):
+                _make(library, command, config)
+    except OSError as error:
+        raise ColibriError(f"{error.filename}: {error.strerror}, expected to write a library there; "
+                           "set COLIBRI_LIBRARY to a library built elsewhere") from None
+    return str(library)
+
+
+def defines(header):
+    """["-DHIDDEN=64", ...] for a file header, in config.h's order, leaving out what equals its default."""
+    baked = headers.default().structs["Config"].names
+    constants = headers.default().constants
+    shape = baked[:baked.index("interleave_rows")]
+    return [f"-D{name.upper()}={header[name]}" for name in shape if header[name] != constants[name.upper()]]
+
+
+def config_string(header):
+    """All -D options of a build, one space between two."""
+    return " ".join(defines(header) + os.environ.get("DEFINES", "").split())
+
+
+def make_command(checkpoint, arch="host"):
+    """The command that a user would type for this model."""
+    command = ["make"] + ([] if arch == "host" else [f"ARCH={arch}"])
+    return command + ([f"MODEL={checkpoint.path}"] if defines(checkpoint.header) else [])
+
+
+def compare(library, checkpoint):
+    """Raises the first field in which the library differs from the file."""
+    arch = f"sm_{library.baked['cuda_arch']}" if library.baked["cuda_arch"] else "host"
+    for name, value in library.baked.items():
+        if name in checkpoint.header and value != checkpoint.header[name]:
+            raise ColibriError(f"{library.file}: {name}={value}, expected {checkpoint.header[name]} from "
+                               f"{checkpoint.path}; build its library with {' '.join(make_command(checkpoint, arch))}")
+
+
+def _is_current(library):
+    """Whether the library is there and no source is newer."""
+    folders = ("", "host") if library.parent.name.startswith("host-") else ("", "host", "cuda")
+    sources = [entry for folder in folders for entry in os.scandir(headers.NATIVE / folder)
+               if entry.name.endswith((".c", ".h", ".cu", ".cuh"))]
+    try:
+        return max(entry.stat().st_mtime for entry in sources) <= library.stat().st_mtime
+    except FileNotFoundError:
+        return False
+
+
+def _make(library, command, config):
+    compiler = "gcc" if library.parent.name.startswith("host-") else "nvcc"
+    for tool in ("make", compiler):
+        if not shutil.which(tool):
+            raise ColibriError(f"{tool}: not on PATH, expected it to build {_short(library)}; install {tool}, "
+                               "or set COLIBRI_LIBRARY to a library built elsewhere")
+    print(f"building {_short(library)}, once for this model: {' '.join(command)}", file=sys.stderr, flush=True)
+    # CONFIG goes in ready-made, or make would start a second Python to ask for it.
+    arch = [part for part in command if part.startswith("ARCH=")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    made = subprocess.run(["make", f"-j{os.cpu_count()}", *arch, f"CONFIG={config}"], cwd=ROOT, env=environment,
+                          check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if made.returncode or not library.exists():
+        log = library.parent / "make.log"
+        log.write_text(made.stdout)
+        cause = [line for line in made.stdout.splitlines() if "rror" in line] or [f"status {made.returncode}"]
+        raise ColibriError(f"{' '.join(command)}: {cause[0].strip()}; the whole output is in {_short(log)}")
+    os.utime(library)  # newer than every source, also than one that this build does not use
+
+
+def _short(path):
+    """The path as seen from where the user stands, when it is below."""
+    return os.path.relpath(path) if Path.cwd() in path.parents else str(path)
+
+
+def main(arguments):
+    if len(arguments) != 2 or arguments[0] != "--defines":
+        raise ColibriError(f"colibri.build: arguments={' '.join(arguments)!r}, expected --defines MODEL.bin")
+    print(" ".join(defines(Checkpoint(arguments[1]).header)))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ColibriError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

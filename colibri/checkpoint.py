@@ -1,0 +1,212 @@
+"""Maps a .bin and validates everything in it before anything else looks at it; yields named read-only views.
+
+The data's own checksums are not verified here: that would read the whole file, and a model starts by reading only
+the pages that its first tokens touch. The converter computes them; header and directory are verified always.
+"""
+
+import itertools
+import math
+import mmap
+import os
+import stat
+import zlib
+
+import numpy as np
+
+from colibri import headers
+from colibri.errors import ColibriError
+
+STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # bf16 as its bits
+
+
+class Checkpoint:
+    """A model file, mapped read-only.
+
+    path:         the file's name as given
+    header:       BinHeader's fields, {"hidden": 128, ...}
+    header_bytes: the 256 bytes of it
+    data:         the whole file, uint8 (file_bytes,), read-only
+    tensors:      {"layers.0.router": flat read-only array of the stored elements, panel padding included, ...}
+    Raises ColibriError for whatever is wrong with the file.
+    """
+
+    def __init__(self, path):
+        self.path = os.fspath(path)
+        self._headers = headers.default()
+        self._constants = self._headers.constants
+        self.data = _map(self.path)
+        self.header = self._read_header()
+        directory = self._read_directory()
+        self._check_values()
+        self.tensors = self._read_tensors(directory)
+        self._check_layout(directory)
+
+    def fail(self, text):
+        raise ColibriError(f"{self.path}: {text}")
+
+    def expect(self, condition, name, got, expected, fix="the file is damaged, convert again"):
+        if not condition:
+            self.fail(f"{name}={got}, expected {expected}; {fix}")
+
+    def _read_header(self):
+        struct = self._headers.structs["BinHeader"]
+        size = len(self.data)
+        start = self.data[:8].tobytes()
+        self.expect(start[:4] == b"COLI"[:len(start)], "magic", repr(start[:4])[1:], "'COLI'",
+                    "not a Colibri model, make one with python -m converter")
+        version = int.from_bytes(start[4:], "little")
+        if len(start) == 8 and version == 1:
+            self.fail("version=1, expected 2; it has no dimensions in it, so upgrade it with "
+                      f"python -m converter {self.path} new.bin --hidden H --ffn F")
+        if len(start) == 8 and version != self._constants["FORMAT_VERSION"]:
+            self.fail(f"version={version}, this build reads 1 and 2; convert again with this converter")
+        self.expect(size >= struct.itemsize, "size", size, f"at least {struct.itemsize} bytes",
+                    "the file is cut off, convert again")
+        self.header_bytes = self.data[:struct.itemsize].tobytes()
+        record = np.frombuffer(self.header_bytes, struct)[0]
+        header = {name: record[name].item() for name in struct.names if name != "reserved"}
+        self.expect(header["header_bytes"] == struct.itemsize, "header_bytes", header["header_bytes"], struct.itemsize)
+        self.expect(header["file_bytes"] == size, "size", size, f"{header['file_bytes']} bytes from the header",
+                    "the file is cut off or has grown, convert again")
+        return header
+
+    def _read_directory(self):
+        """The directory as a structured array (num_tensors,), after its bounds and the checksum."""
+        struct = self._headers.structs["BinTensor"]
+        offset, count = self.header["directory_offset"], self.header["num_tensors"]
+        end = offset + count * struct.itemsize
+        self.expect(offset >= len(self.header_bytes) and end <= len(self.data), "directory", f"bytes {offset} to {end}",
+                    f"inside the file's bytes {len(self.header_bytes)} to {len(self.data)}")
+        field = self._headers.structs["BinHeader"].fields["header_crc32"][1]
+        blank = self.header_bytes[:field] + bytes(4) + self.header_bytes[field + 4:]
+        checksum = zlib.crc32(self.data[offset:end], zlib.crc32(blank))
+        self.expect(checksum == self.header["header_crc32"], "header_crc32", f"0x{checksum:08x}",
+                    f"0x{self.header['header_crc32']:08x}", "header or directory is damaged, convert again")
+        return self.data[offset:end].view(struct)
+
+    def _check_values(self):
+        """The header's values against what a library can be built for (config.h has the same rules as asserts)."""
+        header = self.header
+        for name, prefix in (("weight_dtype", "DTYPE"), ("activation", "ACTIVATION"), ("router_kind", "ROUTER"),
+                             ("norm_kind", "NORM"), ("rope_kind", "ROPE")):
+            codes = self._headers.codes(prefix)
+            known = ", ".join(f"{code} ({kind})" for kind, code in codes.items())
+            self.expect(header[name] in codes.values(), name, header[name], f"one of {known}")
+        for name in ("gated", "router_bias", "renormalize", "tied_embeddings"):
+            self.expect(header[name] in (0, 1), name, header[name], "0 or 1")
+        for name in ("hidden", "ffn", "num_layers"):
+            self.expect(header[name] >= 1, name, header[name], "at least 1")
+        for name in ("routed_scaling", "norm_eps", "rope_theta"):
+            self.expect(math.isfinite(header[name]) and header[name] >= 0, name, header[name], "a finite number")
+        rows = self._constants["PANEL_ROWS"]
+        self.expect(header["interleave_rows"] == rows, "interleave_rows", header["interleave_rows"], rows)
+        self._check_routing(header)
+        self._check_attention(header)
+
+    def _check_routing(self, header):
+        experts, k, groups = header["num_experts"], header["k"], header["num_groups"]
+        self.expect(1 <= experts <= 256, "num_experts", experts, "1 to 256")
+        self.expect(1 <= k <= min(16, experts), "k", k, f"1 to {min(16, experts)} for num_experts={experts}")
+        self.expect(groups >= 1 and experts % groups == 0, "num_groups", groups, f"a divisor of num_experts={experts}")
+        chosen = header["topk_groups"]
+        self.expect(1 <= chosen <= groups, "topk_groups", chosen, f"1 to num_groups={groups}")
+        self.expect(chosen * (experts // groups) >= k, "topk_groups", chosen, f"enough groups to hold k={k} experts")
+
+    def _check_attention(self, header):
+        heads, kv_heads, head_dim = header["num_heads"], header["num_kv_heads"], header["head_dim"]
+        self.expect((heads == 0) == (header["vocab_size"] == 0), "vocab_size", header["vocab_size"],
+                    "0 for a bare stack of MoE layers (num_heads=0) and at least 1 otherwise")
+        if heads:
+            self.expect(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads,
+                        f"a divisor of num_heads={heads}")
+            self.expect(2 <= head_dim <= 512 and head_dim % 2 == 0, "head_dim", head_dim, "an even number, 2 to 512")
+
+    def _read_tensors(self, directory):
+        """{name: view}, after comparing the directory with the tensors that such a header implies."""
+        found = {}
+        for entry in directory:
+            name = entry["name"].decode("latin-1")
+            if name in found:
+                self.fail(f"{name!r} is in the directory twice, expected once; the file is damaged, convert again")
+            found[name] = entry
+        layers = self.header["num_layers"]
+        self.expect(layers <= len(found), "num_layers", layers, f"no more than the {len(found)} tensors of the file")
+        tensors = {}
+        for tensor in self._headers.tensors(self.header):
+            if tensor.name not in found:
+                self.fail(f"{tensor.name} is missing, expected shape {tensor.shape}; convert again")
+            tensors[tensor.name] = self._view(tensor, found.pop(tensor.name))
+        if found:
+            self.fail(f"{next(iter(found))!r} is not a tensor of such a model; convert again")
+        return tensors
+
+    def _view(self, tensor, entry):
+        where = f"{self.path}: {tensor.name}"
+        code = self._constants["DTYPE_F32"] if tensor.type == "float" else self.header["weight_dtype"]
+        names = {code: name.upper() for name, code in self._headers.codes("DTYPE").items()}
+        got = names.get(entry["dtype"].item(), entry["dtype"])
+        rank, offset, size = (entry[name].item() for name in ("rank", "offset", "bytes"))
+        shape = tuple(entry["shape"].tolist())
+        padded = tensor.shape + (0,) * (len(shape) - len(tensor.shape))
+        stored = STORED[names[code]]
+        expected_bytes = stored_elements(tensor, self.header, self._constants) * stored.itemsize
+        alignment = self._constants["DATA_ALIGNMENT"]
+        for good, name, value, expected in (
+                (got == names[code], "dtype", got, names[code]),
+                (rank == len(tensor.shape), "rank", rank, len(tensor.shape)),
+                (shape == padded, "shape", shape[:min(rank, len(shape))], tensor.shape),
+                (size == expected_bytes, "bytes", size, expected_bytes),
+                (offset % alignment == 0, "offset", offset, f"a multiple of {alignment}"),
+                (offset + size <= len(self.data), "offset", offset,
+                 f"at most {len(self.data) - size} for {size} bytes in a file of {len(self.data)}")):
+            if not good:
+                raise ColibriError(f"{where}: {name}={value}, expected {expected}; the file is damaged, convert again")
+        return self.data[offset:offset + size].view(stored)
+
+    def _check_layout(self, directory):
+        """No overlap, and no hole beyond what alignment needs."""
+        start, count = self.header["directory_offset"], self.header["num_tensors"]
+        regions = [(0, len(self.header_bytes), "the header"),
+                   (start, start + count * directory.dtype.itemsize, "the directory")]
+        regions += [(entry["offset"].item(), entry["offset"].item() + entry["bytes"].item(),
+                     entry["name"].decode("latin-1")) for entry in directory]
+        regions = sorted(regions) + [(len(self.data), len(self.data), "the end of the file")]
+        for (_, end, name), (start, _, following) in itertools.pairwise(regions):
+            if start < end:
+                self.fail(f"{following} begins at byte {start}, expected at or after byte {end}, where {name} ends; "
+                          "the file is damaged, convert again")
+            if start - end >= self._constants["DATA_ALIGNMENT"]:
+                self.fail(f"{start - end} bytes between {name} and {following} belong to nothing, expected fewer than "
+                          f"{self._constants['DATA_ALIGNMENT']}; the file is damaged, convert again")
+
+
+def stored_elements(tensor, header, constants):
+    """How many elements a tensor of format.h's tables takes in the file, panel padding included."""
+    if len(tensor.shape) == 1:
+        return tensor.shape[0]
+    experts, (rows, columns) = math.prod(tensor.shape[:-2]), tensor.shape[-2:]
+    if header["gated"] and tensor.name.endswith("experts_up"):
+        group = constants["GATE_GROUP"]
+        rows = 2 * group * -(-header["ffn"] // group)
+    panels = -(-rows // constants["PANEL_ROWS"])
+    return experts * panels * constants["PANEL_ROWS"] * columns
+
+
+def _map(path):
+    """The file as a read-only uint8 array over a shared mapping."""
+    try:
+        kind = os.stat(path).st_mode
+        if not stat.S_ISREG(kind):
+            raise ColibriError(f"{path}: a {'directory' if stat.S_ISDIR(kind) else 'special file'}, "
+                               "expected a model file; name a .bin that python -m converter wrote")
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise ColibriError(f"{path}: size=0, expected a model; the file is empty, convert again")
+            return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
+    except FileNotFoundError:
+        raise ColibriError(f"{path}: not found, expected a model file; make one with "
+                           f"python -m converter checkpoint.pt {path}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ColibriError(f"{path}: {reason}, expected a readable model file; check its name and permissions") from None

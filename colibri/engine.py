@@ -1,0 +1,330 @@
+"""Engine: a loaded model. Session: one KV-cache timeline in it, with prefill, decode and generate."""
+
+import os
+import threading
+import time
+from collections import namedtuple
+
+import numpy as np
+
+from colibri import build, native
+from colibri.checkpoint import Checkpoint
+from colibri.errors import ColibriError
+from colibri.weights import HostMemory, pointers
+
+BACKENDS = ("auto", "host", "cuda")
+MAX_THREADS = 256
+GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # without one of them, not even asking the driver can succeed
+
+Sampler = namedtuple("Sampler", "temperature top_k top_p seed", defaults=(0.0, 0, 1.0, 0))
+
+
+class Engine:
+    """A model file, its library, and the memory in which steps run.
+
+    backend:    "host", "cuda", or "auto": cuda where it can be had, else host, with the reason in `why_host`
+    threads:    host threads; None: the processors that this process may use
+    num_slots:  sessions that can be open at once; None: the library's max_batch
+    build:      False makes a library that is not built yet an error
+    num_layers: run only the first so many layers, to look at what happens inside
+
+    An engine may be used from several threads: it runs one step at a time. Everything wrong raises ColibriError.
+    """
+
+    def __init__(self, path, backend="auto", threads=None, num_slots=None, build=True, num_layers=None):
+        self._lock = threading.Lock()
+        start = time.perf_counter()
+        self.checkpoint = Checkpoint(path)
+        opened = time.perf_counter()
+        self.library, memory, self.why_host = load_library(self.checkpoint, backend, build)
+        loaded = time.perf_counter()
+        header, baked = self.checkpoint.header, self.library.baked
+        self.threads = _between("threads", threads, usable_processors(), 1, MAX_THREADS)
+        self.num_slots = _between("num_slots", num_slots, baked["max_batch"], 1, 1 << 16)
+        self.num_layers = _between("num_layers", num_layers, header["num_layers"], 1, header["num_layers"])
+        self.max_tokens = self.library.headers.constants["MAX_TOKENS"]
+        self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
+        self.memory = memory(self.library)
+        self._bind()
+        self._free_slots = list(range(self.num_slots))[::-1]
+        self.path = self.library.path(self.memory.code).decode()
+        self.seconds = {"library": loaded - opened, "map": opened - start + time.perf_counter() - loaded}
+
+    def _bind(self):
+        """Gives the library the memory that it works in; what it points to is kept in attributes."""
+        library, memory, structs = self.library, self.memory, self.library.headers.structs
+        header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
+        header["num_layers"] = self.num_layers
+        self._weights = pointers(self.checkpoint, memory.weights(self.checkpoint), structs)
+        state = memory.state(library.state_bytes(memory.code, self.num_layers, self.num_slots))
+        self.batch = memory.batch(structs["Batch"].itemsize).view(structs["Batch"])
+        self._model = np.zeros(1, structs["Model"])
+        if self._model.nbytes != library.model_bytes():
+            raise ColibriError(f"{library.file}: struct Model={library.model_bytes()} bytes, expected "
+                               f"{self._model.nbytes} from native/model.h; build the library again with make")
+        self._address = self._model.ctypes.data
+        library.bind(self._address, memory.code, header.ctypes.data, self._weights[0].ctypes.data,
+                     self._weights[1].ctypes.data, state, self.batch.ctypes.data, self.num_slots, self.threads,
+                     memory.stream)
+        self._fields = {name: self.batch[name] if self.batch[name].ndim == 1 else self.batch[name][0]
+                        for name in self.batch.dtype.names}
+        self._buffers = {buffer.name: buffer for buffer in
+                         library.headers.state_buffers(self.num_layers, self.num_slots)}
+        self._positions = np.arange(library.baked["max_seq_len"], dtype=np.int32)
+
+    def session(self):
+        """A new, empty timeline. Close it (or use `with`) to give its slot to another."""
+        if self.checkpoint.header["vocab_size"] == 0:
+            raise ColibriError(f"{self.checkpoint.path}: vocab_size=0, expected tokens; this is a bare stack of MoE "
+                               "layers, run hidden states through it with Engine.stack or --input")
+        with self._lock:
+            self._check_open()
+            if not self._free_slots:
+                raise ColibriError(f"num_slots: {self.num_slots} sessions are open, expected fewer to open another; "
+                                   "close one, or load the engine with more slots")
+            return Session(self, self._free_slots.pop())
+
+    def step(self, work, samplers=None, every=False):
+        """Appends tokens to sessions, all of them in as few library calls as the tokens fit in.
+
+        work:     [(session, tokens)], each session once, tokens at least one int of the vocabulary
+        samplers: None, or one Sampler for each session
+        every:    logits after every token, not only after each session's last
+        Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens [int].
+        """
+        with self._lock:
+            self._check_open()
+            pending = [(session, self._check_tokens(session, tokens)) for session, tokens in work]
+            if len({session.slot for session, _ in work}) < len(work):
+                raise ColibriError("step: one session twice, expected each once")
+            results = []
+            samplers = iter(samplers) if samplers else None
+            while pending:
+                pending, num_tokens, num_logits, taken = self._fill(pending, samplers, every)
+                self._run(self.library.forward, num_tokens, num_logits)
+                for session, count in taken:
+                    session.length += count
+                if num_logits:
+                    results.append(self._fields["sampled"][:num_logits].copy() if samplers else
+                                   self.state("logits", num_logits).copy())
+        results = np.concatenate(results)
+        return results.tolist() if samplers else results
+
+    def stack(self, x):
+        """Runs hidden states through a bare stack of MoE layers. x: (num_tokens, hidden); returns float32 of its shape."""
+        hidden = self.checkpoint.header["hidden"]
+        if self.checkpoint.header["vocab_size"]:
+            raise ColibriError(f"{self.checkpoint.path}: vocab_size={self.checkpoint.header['vocab_size']}, expected 0, "
+                               "a bare stack of MoE layers; run this model on tokens, with Engine.session or --prompt")
+        x = np.asarray(x)
+        if x.ndim != 2 or x.shape[1] != hidden or x.dtype.kind != "f":
+            raise ColibriError(f"x: {x.dtype} of shape {x.shape}, expected floats of shape (num_tokens, {hidden})")
+        y = np.empty(x.shape, np.float32)
+        with self._lock:
+            self._check_open()
+            for start in range(0, len(x), self.max_tokens):
+                rows = np.ascontiguousarray(x[start:start + self.max_tokens], np.float32)
+                self.write("x", rows)
+                self._fields["num_tokens"][0] = len(rows)
+                self._fields["num_logits"][0] = 0
+                self._run(self.library.forward_stack, len(rows))
+                y[start:start + len(rows)] = self.state("x", len(rows))
+        return y
+
+    def state(self, name, rows=None):
+        """The first rows (None: all) of a buffer of model.h's STATE_BUFFERS, as the last step left it; copy to keep."""
+        buffer = self._buffers[name]
+        rows = buffer.rows if rows is None else rows
+        return self.memory.read(int(self._model["state"][name][0]), (rows, buffer.columns), buffer.dtype)
+
+    def write(self, name, array):
+        """Puts rows of a buffer there, before a step or an op that reads them."""
+        buffer = self._buffers[name]
+        array = np.ascontiguousarray(array, buffer.dtype)
+        self.memory.write(int(self._model["state"][name][0]), array)
+
+    def run_op(self, op, num_rows, layer=0):
+        """One op of native/ops.h on the state as it is, for tests and benchmarks."""
+        with self._lock:
+            self._check_open()
+            self._fields["num_tokens"][0] = num_rows
+            self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
+
+    def close(self):
+        """Gives the memory back; the engine and its sessions cannot be used afterwards."""
+        with self._lock:
+            if self._model is not None:
+                self._model = None
+                self.memory.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def _check_open(self):
+        if self._model is None:
+            raise ColibriError("engine: closed, expected open; load the model again")
+
+    def _check_tokens(self, session, tokens):
+        if session.slot is None:
+            raise ColibriError("session: closed, expected open; begin another with engine.session()")
+        vocab_size = self.checkpoint.header["vocab_size"]
+        tokens = np.asarray(list(tokens) if isinstance(tokens, (bytes, bytearray)) else tokens)
+        if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype.kind not in "iu":
+            raise ColibriError(f"tokens: {tokens.dtype} of shape {tokens.shape}, expected at least one int in a row")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+            raise ColibriError(f"tokens: {wrong}, expected 0 to {vocab_size - 1}")
+        if session.length + len(tokens) > self.context:
+            raise ColibriError(f"tokens: {session.length + len(tokens)} in one session, expected at most {self.context}, "
+                               "the context; shorten the prompt or begin another session")
+        return tokens
+
+    def _fill(self, pending, samplers, every):
+        """Fills the batch with as many tokens as fit. Returns what is left, the batch's two sizes, and what it took."""
+        fields, taken = self._fields, []
+        num_tokens = num_logits = 0
+        while pending and num_tokens < self.max_tokens:
+            session, tokens = pending[0]
+            count = min(len(tokens), self.max_tokens - num_tokens)
+            rows = slice(num_tokens, num_tokens + count)
+            fields["tokens"][rows] = tokens[:count]
+            fields["positions"][rows] = self._positions[session.length:session.length + count]
+            fields["slots"][rows] = session.slot
+            num_tokens += count
+            taken.append((session, count))
+            wanted = count if every else int(count == len(tokens))
+            fields["logit_rows"][num_logits:num_logits + wanted] = range(num_tokens - wanted, num_tokens)
+            if wanted and samplers:
+                self._set_sampler(num_logits, next(samplers), session.length + count)
+            num_logits += wanted
+            pending = pending[1:] if count == len(tokens) else [(session, tokens[count:])] + pending[1:]
+        fields["num_tokens"][0], fields["num_logits"][0] = num_tokens, num_logits
+        fields["sample"][0] = samplers is not None
+        return pending, num_tokens, num_logits, taken
+
+    def _set_sampler(self, row, sampler, position):
+        fields = self._fields
+        fields["temperature"][row] = sampler.temperature
+        fields["top_k"][row] = sampler.top_k
+        fields["top_p"][row] = sampler.top_p
+        fields["uniform"][row] = draw(sampler.seed, position) if sampler.temperature > 0 else 0
+
+    def _run(self, function, *sizes):
+        self._fields["fault"][0] = 0
+        self.memory.launch(function, self._address, *sizes)
+        self.memory.sync()
+        self.library.check(self._address)
+
+
+class Session:
+    """One timeline of tokens in an engine's KV cache.
+
+    length: tokens in it so far; at most engine.context
+    """
+
+    def __init__(self, engine, slot):
+        self.engine, self.slot, self.length = engine, slot, 0
+
+    def prefill(self, tokens):
+        """Appends tokens (ints or bytes). Returns the logits after the last one, float32 (vocab_size,)."""
+        return self.engine.step([(self, tokens)])[0]
+
+    def decode(self, token):
+        """Appends one token. Returns the logits after it, float32 (vocab_size,)."""
+        return self.engine.step([(self, [token])])[0]
+
+    def generate(self, prompt_tokens, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, seed=0):
+        """Yields max_new_tokens tokens that continue the session after prompt_tokens (ints or bytes).
+
+        temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. The same seed draws the same tokens.
+        """
+        sampler = check_sampler(Sampler(temperature, top_k, top_p, seed))
+        tokens = list(prompt_tokens)
+        needed = self.length + len(tokens) + max_new_tokens - 1  # the last new token is not fed
+        if max_new_tokens < 1 or needed > self.engine.context:
+            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to "
+                               f"{self.engine.context - self.length - len(tokens) + 1} after {len(tokens)} prompt tokens "
+                               f"in a context of {self.engine.context}")
+        return self._generate(tokens, max_new_tokens, sampler)
+
+    def _generate(self, tokens, max_new_tokens, sampler):
+        for _ in range(max_new_tokens):
+            tokens = self.engine.step([(self, tokens)], [sampler])
+            yield tokens[0]
+
+    def close(self):
+        """Gives the slot back."""
+        with self.engine._lock:
+            if self.slot is not None:
+                self.engine._free_slots.append(self.slot)
+                self.slot = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+def load_library(checkpoint, backend, build_missing):
+    """(Library, memory class, why auto chose the host or "") for a model; nothing is allocated yet."""
+    if backend not in BACKENDS:
+        raise ColibriError(f"backend: {backend}, expected one of {', '.join(BACKENDS)}")
+    arch, why_host = "host", ""
+    if backend == "auto" and not any(map(os.path.exists, GPU_NODES)):
+        backend, why_host = "host", "no NVIDIA GPU on this machine"
+    if backend != "host":
+        from colibri import device  # imports cuda.bindings: not on the host's way
+        try:
+            arch = device.arch()
+        except ColibriError as error:
+            if backend == "cuda":
+                raise
+            why_host = str(error)
+    library = native.Library(build.library_path(checkpoint, arch, build_missing))
+    build.compare(library, checkpoint)
+    if arch == "host":
+        return library, HostMemory, why_host
+    return library, device.DeviceMemory, why_host
+
+
+def check_sampler(sampler):
+    """The sampler, if its values make sense."""
+    for name, good, expected in (("temperature", 0 <= sampler.temperature < float("inf"), "0 (greedy) or more"),
+                                 ("top_k", sampler.top_k >= 0, "0 (all) or more"),
+                                 ("top_p", 0 < sampler.top_p <= 1, "more than 0 and at most 1"),
+                                 ("seed", 0 <= sampler.seed < 1 << 64, "0 to 2^64 - 1")):
+        if not good:
+            raise ColibriError(f"{name}: {getattr(sampler, name)}, expected {expected}")
+    return sampler
+
+
+def draw(seed, position):
+    """The draw in [0, 1) for the token at a position: it depends on the seed and the position alone.
+
+    24 random bits, so that the float32 that C reads is exact and below 1.
+    """
+    return (int(np.random.Philox(key=seed, counter=position).random_raw()) >> 40) / (1 << 24)
+
+
+def usable_processors():
+    """Processors that this process may use: its affinity, and a container's quota where there is one."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return count if quota == "max" else max(1, min(count, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        return count
+
+
+def _between(name, value, default, low, high):
+    """The value, or the default for None."""
+    if value is None:
+        return min(default, high)
+    if not low <= value <= high:
+        raise ColibriError(f"{name}: {value}, expected {low} to {high}")
+    return value

@@ -1,0 +1,43 @@
+"""The only loader of libcolibri.so: signatures out of native/colibri.h and one check for every call."""
+
+import ctypes
+import os
+
+import numpy as np
+
+from colibri import headers
+from colibri.errors import ColibriError
+
+
+class Library:
+    """A loaded libcolibri.so; its exported functions without their prefix are attributes: library.forward(...).
+
+    file:    its path
+    baked:   struct Config as the library was built, {"hidden": 128, ..., "max_batch": 32, ...}
+    headers: the structs and tables under that configuration
+    A function that fails raises ColibriError with the library's message.
+    """
+
+    def __init__(self, path):
+        self.file = os.fspath(path)
+        functions = headers.default().functions
+        try:
+            library = ctypes.CDLL(self.file)
+            for name, (restype, argtypes) in functions.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = restype, argtypes
+                if restype in (ctypes.c_int, ctypes.c_int64):
+                    function.errcheck = self._check
+                setattr(self, name.removeprefix("colibri_"), function)
+        except (OSError, AttributeError) as error:
+            raise ColibriError(f"{self.file}: {error}, expected a libcolibri.so; build it with make") from None
+        config = np.zeros((), headers.default().structs["Config"])
+        self.config(config.ctypes.data)
+        self.baked = {name: config[name].item() for name in config.dtype.names}
+        self.headers = headers.Headers(self.baked)
+
+    def _check(self, result, function, arguments):
+        failed = result == 0 if function.restype is ctypes.c_int64 else result != 0
+        if failed:
+            raise ColibriError(self.error().decode())
+        return result

@@ -1,0 +1,96 @@
+"""Checkpoint views -> host or device memory, and the pointer structs that C reads."""
+
+import ctypes
+import math
+import mmap
+
+import numpy as np
+
+from colibri.errors import ColibriError
+
+
+class HostMemory:
+    """Where a model lives and how its steps run, for the host: the one seam between backends.
+
+    colibri.device.DeviceMemory has the same members, and the engine uses no others:
+      code      COLIBRI_HOST or COLIBRI_CUDA, as colibri_bind takes it
+      stream    what colibri_bind takes: None, or the CUstream as an int
+      weights(checkpoint)   -> {tensor name: address} for every tensor of checkpoint.tensors
+      state(num_bytes)      -> address of a zeroed block, aligned to 4096 bytes
+      batch(num_bytes)      -> writable uint8 array; its address must serve the backend's kernels too
+      launch(function, model, *sizes)  starts function(model, *sizes), a step of the library; the sizes are
+                            (num_tokens, num_logits) or (num_tokens,), true numbers that a backend may round up
+      sync()                waits until the step is done, so that batch and state can be read
+      read(address, shape, dtype)  -> array with what lies there, valid until the next step
+      write(address, array) puts a C-contiguous array there
+      close()               gives everything back; nothing is used afterwards
+      figures()             -> {label: value} for the table of a run, in the order to print
+    """
+
+    stream = None
+
+    def __init__(self, library):
+        self.code = library.headers.constants["COLIBRI_HOST"]
+        self._blocks = []
+
+    def weights(self, checkpoint):
+        return {name: view.ctypes.data for name, view in checkpoint.tensors.items()}
+
+    def state(self, num_bytes):
+        return self._block(num_bytes).ctypes.data
+
+    def batch(self, num_bytes):
+        return self._block(num_bytes)
+
+    def launch(self, function, model, *sizes):
+        function(model, *sizes)
+
+    def sync(self):
+        pass
+
+    def read(self, address, shape, dtype):
+        return _view(address, shape, dtype)
+
+    def write(self, address, array):
+        _view(address, array.shape, array.dtype)[...] = array
+
+    def close(self):
+        self._blocks.clear()
+
+    def figures(self):
+        return {}
+
+    def _block(self, num_bytes):
+        """Zero pages of a private anonymous mapping: what is never touched, as most of a KV cache, costs nothing."""
+        try:
+            block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ColibriError(f"memory: {num_bytes / 2**30:.2f} GiB of state: {error.strerror}; "
+                               "use fewer sessions at once (num_slots, --batch-size)") from None
+        self._blocks.append(np.frombuffer(block, np.uint8))
+        return self._blocks[-1]
+
+
+def pointers(checkpoint, addresses, structs):
+    """struct Weights and struct Layer[num_layers] as structured arrays of addresses; absent tensors are NULL.
+
+    structs: numpy dtypes by name (Headers.structs). Keep both arrays for as long as the model is in use.
+    """
+    layers = np.zeros(checkpoint.header["num_layers"], structs["Layer"])
+    for index, layer in enumerate(layers):
+        for name in layer.dtype.names:
+            layer[name] = addresses.get(f"layers.{index}.{name}", 0)
+    weights = np.zeros(1, structs["Weights"])
+    for name in weights.dtype.names:
+        weights[name] = addresses.get(name, 0)
+    if checkpoint.header["tied_embeddings"]:
+        weights["lm_head"] = weights["embed"]
+    weights["layers"] = layers.ctypes.data
+    return weights, layers
+
+
+def _view(address, shape, dtype):
+    """A writable array over memory that somebody else keeps alive."""
+    dtype = np.dtype(dtype)
+    block = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return np.frombuffer(block, dtype).reshape(shape)
