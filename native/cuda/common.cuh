@@ -1,0 +1,180 @@
+/* What the CUDA ops share: launches chained by programmatic dependent launch, conversions, warp sums, the
+ * asynchronous copies and the matrix instruction, the parts of the scratch block, and the declaration of every op.
+ *
+ * A kernel starts while the one before it still runs. It must call pdl_wait() before it reads what that one wrote or
+ * writes anything at all, and pdl_trigger() (after pdl_wait(), so that all earlier kernels are known to be complete)
+ * as soon as the next one may start. Every kernel calls both: else the chain of waits has a hole. */
+#ifndef COLIBRI_CUDA_COMMON_CUH
+#define COLIBRI_CUDA_COMMON_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "../error.h"
+#include "../ops.h"
+
+static_assert(WEIGHT_DTYPE != DTYPE_F32, "CUDA runs f16 and bf16 weights; convert the model with one of these dtypes");
+
+/* The ops, named as in ops.h. */
+int cuda_begin(Model *m, int num_tokens);
+int cuda_embed(Model *m, int num_tokens);
+int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight);
+int cuda_qkv(Model *m, int num_tokens, const Layer *layer);
+int cuda_rope(Model *m, int num_tokens, int layer);
+int cuda_attention(Model *m, int num_tokens, int layer);
+int cuda_attention_out(Model *m, int num_tokens, const Layer *layer);
+int cuda_router(Model *m, int num_tokens, int layer, const float *input);
+int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
+int cuda_experts_down(Model *m, int num_tokens, const Layer *layer);
+int cuda_combine(Model *m, int num_tokens, int residual);
+int cuda_gather_norm(Model *m, int num_logits);
+int cuda_lm_head(Model *m, int num_logits);
+int cuda_sample(Model *m, int num_logits);
+
+/* The scratch block: the step's batch, copied to the device by begin; the MoE's part; the dense products' part. */
+int64_t cuda_moe_scratch_bytes();
+int64_t cuda_linear_scratch_bytes();
+inline int64_t scratch_round(int64_t bytes) { return (bytes + DATA_ALIGNMENT - 1) / DATA_ALIGNMENT * DATA_ALIGNMENT; }
+inline Batch *device_batch(const Model *m) { return (Batch *)m->state.scratch; }
+inline char *moe_scratch(const Model *m) { return (char *)m->state.scratch + scratch_round(sizeof(Batch)); }
+inline char *linear_scratch(const Model *m) { return moe_scratch(m) + scratch_round(cuda_moe_scratch_bytes()); }
+inline int64_t cuda_scratch_bytes() {
+    return scratch_round(sizeof(Batch)) + scratch_round(cuda_moe_scratch_bytes()) + cuda_linear_scratch_bytes();
+}
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+/* Launches on the model's stream; the kernel may start before the one before it has ended (see above). */
+template <typename... Parameters, typename... Arguments>
+int launch(const Model *m, const char *name, void (*kernel)(Parameters...), dim3 grid, int threads,
+           size_t shared_bytes, Arguments... arguments) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = (cudaStream_t)m->stream;
+    config.attrs = &early;
+    config.numAttrs = CUDA_ARCH >= 90 ? 1 : 0;
+    cudaError_t error = cudaSuccess;
+    if (shared_bytes > 48 << 10)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+    if (error == cudaSuccess) return 0;
+    return fail("cuda: %s_kernel=%s, expected a launch; see python -m colibri.run --doctor", name,
+                cudaGetErrorString(error));
+}
+
+inline int num_multiprocessors() {
+    static const int count = [] {
+        int device = 0, value = 1;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device);
+        return value;
+    }();
+    return count;
+}
+
+__device__ __forceinline__ void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void pdl_trigger() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* One weight as float. */
+__device__ __forceinline__ float to_float(weight_t bits) {
+#if WEIGHT_DTYPE == DTYPE_BF16
+    return __uint_as_float((uint32_t)bits << 16);
+#else
+    return __half2float(__ushort_as_half(bits));
+#endif
+}
+
+/* Two neighbouring weights, the first in the low half, as floats. */
+__device__ __forceinline__ float2 to_float2(uint32_t bits) {
+    return make_float2(to_float((weight_t)bits), to_float((weight_t)(bits >> 16)));
+}
+
+/* Two floats rounded to weight_t, `low` in the low half. A float beyond f16's range becomes its largest number. */
+__device__ __forceinline__ uint32_t to_weights(float low, float high) {
+#if WEIGHT_DTYPE == DTYPE_BF16
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+#else
+    const float largest = 65504.0f;
+    __half2 pair = __floats2half2_rn(fminf(fmaxf(low, -largest), largest), fminf(fmaxf(high, -largest), largest));
+#endif
+    return *(uint32_t *)&pair;
+}
+
+/* The sum over the warp's lanes, in every lane, in one fixed order. */
+__device__ __forceinline__ float warp_sum(float value) {
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+    for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
+    return value;
+}
+
+__device__ __forceinline__ float activate(float value) {
+#if ACTIVATION == ACTIVATION_SILU
+    return value / (1.0f + expf(-value));
+#elif ACTIVATION == ACTIVATION_GELU
+    return 0.5f * value * (1.0f + erff(value * 0.70710678f));
+#else
+    return fmaxf(value, 0.0f);
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* 16 bytes to shared memory, zeros where `valid` is false; completes with cp_async_wait. */
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void *global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Until all but the newest `pending` groups of this thread have arrived. */
+template <int pending> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+/* Four 8x8 matrices of 16-bit elements whose rows start at the 32 lanes' addresses; trans: each one transposed. */
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
+}
+
+/* c += a b: 16 rows, 16 columns of a; 8 columns of b. */
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if WEIGHT_DTYPE == DTYPE_BF16
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#endif
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#endif
