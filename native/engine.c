@@ -58,7 +58,7 @@ int colibri_bind(void *model, int backend, const void *header, const void *weigh
     Model *m = model;
     memset(m, 0, sizeof *m);
     m->ops = ops_of(backend);
-    if (!m->ops) return -1;
+    if (!m->ops || !m->ops->name()) return -1;
     memcpy(&m->header, header, sizeof m->header);
     memcpy(&m->weights, weights, sizeof m->weights);
     m->weights.layers = layers;

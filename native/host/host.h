@@ -1,0 +1,95 @@
+/* What the host ops share. The kernels are the code that depends on the instruction set: kernels.h, compiled once
+ * for each; everything else is plain C around them. */
+#ifndef HOST_H
+#define HOST_H
+
+#include <stdint.h>
+
+#include "colibri.h"
+#include "error.h"
+#include "ops.h"
+
+#define TOKEN_CHUNK 96 /* rows of one work item of a product: the sums of a panel and a chunk stay in the L1/L2 cache */
+#define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
+
+typedef float PanelSums[PANEL_ROWS];
+
+typedef struct Kernels {
+    const char *path; /* what colibri_path() says */
+    /* sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK; rows
+     * from num_rows on are not asked for */
+    void (*weight_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
+                           PanelSums *sums);
+    void (*float_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
+                          PanelSums *sums);
+    /* experts_up's activation, in place: PANEL_ROWS values, or with gated experts half as many of the pairs */
+    void (*activate)(float *sums);
+    /* out = x * rsqrt(mean(x^2) + eps) * weight; (HIDDEN) each */
+    void (*norm)(float *out, const float *x, const float *weight, float eps);
+    /* out = softmax(keys q / sqrt(head_dim)) values; q, out (HEAD_DIM), keys, values (num_positions, HEAD_DIM) */
+    void (*attend)(float *out, const float *q, const float *keys, const float *values, int num_positions);
+    /* the sum of `words` 32-bit words, modulo 2^32 */
+    uint32_t (*read_sum)(const uint32_t *data, int64_t words);
+    /* runs so many times through independent fused multiply-adds; the number of multiply-adds done */
+    int64_t (*fma_loop)(int64_t iterations);
+} Kernels;
+
+extern const Kernels portable_kernels;
+#ifdef __x86_64__
+extern const Kernels avx2_kernels;
+#endif
+
+/* The kernels for this machine, or those that COLIBRI_ISA names; NULL with an error if it names none. */
+const Kernels *host_kernels(void);
+
+/* Calls run(job, item) for each item, on up to num_threads threads. `cost` is the whole job's in multiply-adds:
+ * small jobs stay on the calling thread. Items must not depend on one another. */
+void parallel_for(int num_threads, long items, double cost, void (*run)(const void *job, long item), const void *job);
+
+/* A product over panels: rows of `input` times the matrices of the experts they are assigned to. */
+typedef struct Product {
+    const void *panels;         /* [row panel][expert][column][PANEL_ROWS] */
+    const float *input;         /* (*, columns) */
+    float *output;              /* (*, outputs) */
+    int columns;
+    int outputs;                /* values of one output row */
+    int panel_outputs;          /* of which one panel makes so many */
+    int num_experts;            /* in panels */
+    int num_active;
+    const int32_t *active;      /* (num_active) experts */
+    const int32_t *offsets;     /* expert e has rows offsets[e] .. offsets[e + 1] */
+    const int32_t *assignments; /* row r's output row, and its input row after division by input_divisor; NULL: r */
+    int input_divisor;
+    enum { STORE, ADD, ACTIVATE } epilogue;
+    int is_float;               /* panels of float whatever weight_t is: the router */
+} Product;
+
+void host_product(const Model *m, const Product *product);
+/* output[i] = matrix input[i] of a matrix (outputs, columns) that is no expert's, for i < num_rows */
+void host_dense(const Model *m, int num_rows, Product product);
+
+static inline float *rope_table(const Model *m) { return m->state.scratch; } /* (MAX_TOKENS, cos and sin, HEAD_DIM/2) */
+
+int host_begin(Model *m, int num_tokens);
+int host_embed(Model *m, int num_tokens);
+int host_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight);
+int host_qkv(Model *m, int num_tokens, const Layer *layer);
+int host_rope(Model *m, int num_tokens, int layer);
+int host_attention(Model *m, int num_tokens, int layer);
+int host_attention_out(Model *m, int num_tokens, const Layer *layer);
+int host_router(Model *m, int num_tokens, int layer, const float *input);
+int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
+int host_experts_down(Model *m, int num_tokens, const Layer *layer);
+int host_combine(Model *m, int num_tokens, int residual);
+int host_gather_norm(Model *m, int num_logits);
+int host_lm_head(Model *m, int num_logits);
+int host_sample(Model *m, int num_logits);
+void host_fill_rope_table(const Model *m, int num_tokens);
+
+/* A float's bits, mapped so that unsigned order is the order of numbers, with -0 equal to +0. */
+static inline uint32_t orderable(float value) {
+    union { float f; uint32_t u; } bits = {value + 0.0f}; /* -0 + 0 is +0 */
+    return bits.u & 0x80000000u ? ~bits.u : bits.u | 0x80000000u;
+}
+
+#endif

@@ -1,0 +1,260 @@
+/* The kernels, written once over GCC's vectors. kernels_avx2.c and kernels_portable.c include this text after setting
+ * LANES (floats in a vector) and AVX2 (1: fused multiply-add and f16 conversion in hardware).
+ *
+ * Vectors run over the rows of a panel, so each output is one running sum over columns 0, 1, 2, ... in fp32. Blocking
+ * columns or tiling tokens keeps that sum in place and its order as it is: an output's bits depend neither on
+ * the tokens beside it nor on the thread. */
+#include <math.h>
+#include <string.h>
+#if AVX2
+#include <immintrin.h>
+#endif
+
+#include "host.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define COLUMN_BLOCK 128 /* columns of a panel converted to fp32 at once: 32 KiB, for the L1 cache */
+#define TILE_TOKENS 6    /* 2 vectors of rows x 6 tokens: 12 sums, 2 weights and an input in 16 registers */
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+
+INLINE vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+
+#if AVX2
+INLINE vec splat(float x) { return _mm256_set1_ps(x); }
+INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE float fma_one(float a, float b, float c) { return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c))); }
+INLINE vec load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vec load_bf16(const uint16_t *p) {
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+}
+#else
+INLINE vec splat(float x) { return (vec){x, x, x, x}; }
+INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
+INLINE float fma_one(float a, float b, float c) { return a * b + c; }
+INLINE ivec load_u16(const uint16_t *p) { return (ivec){p[0], p[1], p[2], p[3]}; }
+/* Shifts exponent and mantissa into place and corrects the exponent by a multiplication, which also makes
+ * subnormal f16 normal; inf and NaN keep the largest exponent. */
+INLINE vec load_f16(const uint16_t *p) {
+    ivec half = load_u16(p), magnitude = (half & 0x7fff) << 13;
+    ivec special = (half & 0x7c00) == 0x7c00;
+    ivec number = (ivec)((vec)magnitude * 0x1p112f);
+    return (vec)((special & (magnitude | 0x7f800000)) | (~special & number) | (half & 0x8000) << 16);
+}
+INLINE vec load_bf16(const uint16_t *p) { return (vec)(load_u16(p) << 16); }
+#endif
+
+/* One vector of the weights at element `index` of a panel. */
+INLINE vec load_weight(const void *panel, int64_t index, int is_float) {
+    if (is_float || WEIGHT_DTYPE == DTYPE_F32) return load((const float *)panel + index);
+    const uint16_t *bits = (const uint16_t *)panel + index;
+    return WEIGHT_DTYPE == DTYPE_F16 ? load_f16(bits) : load_bf16(bits);
+}
+
+/* sums[t][first_row + ...] += weights x inputs over `columns` columns: `vectors` vectors of rows by `tokens` tokens,
+ * both constants where this is inlined, so that the sums live in registers. */
+INLINE void tile(const void *panel, int is_float, int columns, int first_row, int vectors, int tokens,
+                 const float *const *in, int first_column, PanelSums *sums) {
+    vec sum[8][TILE_TOKENS];
+    const float *x[TILE_TOKENS];
+    for (int t = 0; t < tokens; t++) x[t] = in[t] + first_column;
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) sum[v][t] = load(&sums[t][first_row + v * LANES]);
+    for (int c = 0; c < columns; c++) {
+        vec weight[8];
+        for (int v = 0; v < vectors; v++)
+            weight[v] = load_weight(panel, (int64_t)c * PANEL_ROWS + first_row + v * LANES, is_float);
+        for (int t = 0; t < tokens; t++) {
+            vec input = splat(x[t][c]);
+            for (int v = 0; v < vectors; v++) sum[v][t] = fma_(weight[v], input, sum[v][t]);
+        }
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) store(&sums[t][first_row + v * LANES], sum[v][t]);
+}
+
+/* All rows of a panel for a tile of 1 to 6 tokens; at least 8 sums in flight hide the latency of the addition. */
+INLINE void tile_rows(const void *panel, int is_float, int columns, int num_rows, int tokens, const float *const *in,
+                      int first_column, PanelSums *sums) {
+#define TILES(vectors, count)                                      \
+    case count:                                                    \
+        for (int row = 0; row < num_rows; row += vectors * LANES)  \
+            tile(panel, is_float, columns, row, vectors, count, in, first_column, sums); \
+        break;
+    switch (tokens) {
+        TILES(8, 1)
+        TILES(4, 2)
+        TILES(4, 3)
+        TILES(2, 4)
+        TILES(2, 5)
+        TILES(2, 6)
+    }
+#undef TILES
+}
+
+INLINE void product(const void *panel, int is_float, int columns, int num_rows, int num_tokens, const float *const *in,
+                    PanelSums *sums) {
+    memset(sums, 0, sizeof *sums * num_tokens);
+    if (num_tokens <= 3) {
+        tile_rows(panel, is_float, columns, num_rows, num_tokens, in, 0, sums);
+        return;
+    }
+    float converted[COLUMN_BLOCK * PANEL_ROWS] __attribute__((aligned(64)));
+    int is_converted = !is_float && WEIGHT_DTYPE != DTYPE_F32;
+    int num_tiles = CEIL_DIV(num_tokens, TILE_TOKENS);
+    for (int c = 0; c < columns; c += COLUMN_BLOCK) {
+        int block = columns - c < COLUMN_BLOCK ? columns - c : COLUMN_BLOCK;
+        int64_t first = (int64_t)c * PANEL_ROWS;
+        const float *weights = is_converted ? converted : (const float *)panel + first;
+        for (int i = 0; is_converted && i < block * PANEL_ROWS; i += LANES)
+            store(&converted[i], load_weight(panel, first + i, is_float));
+        for (int i = 0; i < num_tiles; i++) {
+            int from = num_tokens * i / num_tiles, to = num_tokens * (i + 1) / num_tiles;
+            tile_rows(weights, 1, block, num_rows, to - from, in + from, c, sums + from);
+        }
+    }
+}
+
+static void weight_product(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
+                           PanelSums *sums) {
+    product(panel, 0, columns, num_rows, num_tokens, in, sums);
+}
+
+static void float_product(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
+                          PanelSums *sums) {
+    product(panel, 1, columns, num_rows, num_tokens, in, sums);
+}
+
+/* exp(high + low), within about 2 units in the last place; 0 below -104, inf above 88.73. `low` is small against
+ * `high` and carries what does not fit into it. */
+INLINE vec exponential(vec high, vec low) {
+    high = choose(high < -104.0f, splat(-104.0f), high);
+    high = choose(high > 89.0f, splat(89.0f), high);
+    vec n = fma_(high + low, splat(1.44269504f), splat(0x1.8p23f)) - 0x1.8p23f; /* rounds to an integer */
+    vec r = fma_(n, splat(-0.693359375f), high) + fma_(n, splat(2.12194440e-4f), low);
+    vec p = splat(1.9875691500e-4f);
+    p = fma_(p, r, splat(1.3981999507e-3f));
+    p = fma_(p, r, splat(8.3334519073e-3f));
+    p = fma_(p, r, splat(4.1665795894e-2f));
+    p = fma_(p, r, splat(1.6666665459e-1f));
+    p = fma_(p, r, splat(5.0000001201e-1f));
+    p = fma_(p, r * r, r) + 1.0f;
+    /* 2^n in two factors, so that subnormal results and n = 128 come out right; NaN has passed through p */
+    ivec whole = __builtin_convertvector(choose(n == n, n, splat(0.0f)), ivec), half = whole >> 1;
+    return p * (vec)((half + 127) << 23) * (vec)((whole - half + 127) << 23);
+}
+
+/* x/2 erfc(-x/sqrt(2)): erfc by the Chebyshev fit t exp(-z^2 + P(t)), t = 1/(1 + z/2), whose relative error stays under
+ * 1.2e-7 as far as exp reaches. -z^2 is split in two because its rounding would be multiplied by z^2. */
+INLINE vec gelu(vec x) {
+    vec z = (vec)((ivec)(x * 0.70710678f) & 0x7fffffff);
+    vec t = 1.0f / fma_(z, splat(0.5f), splat(1.0f));
+    vec z_high = (vec)((ivec)z & 0x7ffff000);
+    vec p = splat(0.17087277f);
+    p = fma_(p, t, splat(-0.82215223f));
+    p = fma_(p, t, splat(1.48851587f));
+    p = fma_(p, t, splat(-1.13520398f));
+    p = fma_(p, t, splat(0.27886807f));
+    p = fma_(p, t, splat(-0.18628806f));
+    p = fma_(p, t, splat(0.09678418f));
+    p = fma_(p, t, splat(0.37409196f));
+    p = fma_(p, t, splat(1.00002368f));
+    p = fma_(p, t, splat(-1.26551223f));
+    vec tail = t * exponential(-z_high * z_high, fma_(z_high - z, z_high + z, p)); /* erfc(z) */
+    return 0.5f * x * choose(x > 0.0f, 2.0f - tail, tail);
+}
+
+INLINE vec activation(vec x) {
+    if (ACTIVATION == ACTIVATION_GELU) return gelu(x);
+    if (ACTIVATION == ACTIVATION_RELU) return (vec)(~(x < 0.0f) & (ivec)x); /* NaN stays NaN */
+    return x / (1.0f + exponential(-x, splat(0.0f)));
+}
+
+static void activate(float *sums) {
+    for (int i = 0; i < PANEL_ROWS; i += LANES) {
+        if (!GATED) {
+            store(sums + i, activation(load(sums + i)));
+        } else if (i % (2 * GATE_GROUP) < GATE_GROUP) {
+            int out = i / (2 * GATE_GROUP) * GATE_GROUP + i % GATE_GROUP;
+            store(sums + out, activation(load(sums + i)) * load(sums + i + GATE_GROUP));
+        }
+    }
+}
+
+INLINE float add_lanes(vec v) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+}
+
+INLINE float dot(const float *a, const float *b, int n) {
+    vec sum[4] = {0};
+    int i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int v = 0; v < 4; v++) sum[v] = fma_(load(a + i + v * LANES), load(b + i + v * LANES), sum[v]);
+    for (; i + LANES <= n; i += LANES) sum[0] = fma_(load(a + i), load(b + i), sum[0]);
+    float total = add_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    for (; i < n; i++) total = fma_one(a[i], b[i], total);
+    return total;
+}
+
+static void norm(float *out, const float *x, const float *weight, float eps) {
+    float scale = 1.0f / sqrtf(dot(x, x, HIDDEN) / HIDDEN + eps);
+    for (int i = 0; i < HIDDEN; i++) out[i] = x[i] * scale * weight[i];
+}
+
+/* Softmax as it goes, a block of positions after another, so that any context fits into a fixed buffer. */
+static void attend(float *out, const float *q, const float *keys, const float *values, int num_positions) {
+    enum { BLOCK = 64 };
+    float score[BLOCK], largest = -INFINITY, total = 0, inverse_root = 1.0f / sqrtf(HEAD_DIM);
+    memset(out, 0, sizeof(float) * HEAD_DIM);
+    for (int first = 0; first < num_positions; first += BLOCK) {
+        int count = num_positions - first < BLOCK ? num_positions - first : BLOCK;
+        float before = largest;
+        for (int i = 0; i < count; i++) {
+            score[i] = dot(q, keys + (int64_t)(first + i) * HEAD_DIM, HEAD_DIM) * inverse_root;
+            if (score[i] > largest) largest = score[i];
+        }
+        for (int i = count; i < BLOCK; i++) score[i] = -INFINITY;
+        for (int i = 0; i < BLOCK; i += LANES) store(score + i, exponential(load(score + i) - largest, splat(0.0f)));
+        float shrink = expf(before - largest);
+        total *= shrink;
+        for (int d = 0; d < HEAD_DIM; d++) out[d] *= shrink;
+        for (int i = 0; i < count; i++) {
+            const float *value = values + (int64_t)(first + i) * HEAD_DIM;
+            total += score[i];
+            for (int d = 0; d < HEAD_DIM; d++) out[d] += score[i] * value[d];
+        }
+    }
+    for (int d = 0; d < HEAD_DIM; d++) out[d] /= total;
+}
+
+static uint32_t read_sum(const uint32_t *data, int64_t words) {
+    ivec sum[8] = {0};
+    int64_t i = 0;
+    for (; i + 8 * LANES <= words; i += 8 * LANES)
+        for (int v = 0; v < 8; v++) sum[v] += (ivec)load((const float *)data + i + v * LANES);
+    uint32_t total = 0;
+    for (int v = 0; v < 8; v++)
+        for (int lane = 0; lane < LANES; lane++) total += (uint32_t)sum[v][lane];
+    for (; i < words; i++) total += data[i];
+    return total;
+}
+
+static int64_t fma_loop(int64_t iterations) {
+    enum { CHAINS = 12 };
+    vec sum[CHAINS] = {0}, a = splat(0.5f), b = splat(1.0f);
+    for (int64_t i = 0; i < iterations; i++) {
+        __asm__ volatile("" : "+x"(a)); /* so that the loop is not folded */
+        for (int v = 0; v < CHAINS; v++) sum[v] = fma_(sum[v], a, b);
+    }
+    for (int v = 1; v < CHAINS; v++) sum[0] += sum[v];
+    __asm__ volatile("" : : "x"(sum[0]));
+    return iterations * CHAINS * LANES;
+}
+
+#define KERNELS(name, path) \
+    const Kernels name = {path, weight_product, float_product, activate, norm, attend, read_sum, fma_loop}

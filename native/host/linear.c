@@ -1,0 +1,87 @@
+/* Products with panels: the experts' and, as products of one expert, the dense ones. */
+#include "host.h"
+
+/* Work items go expert by expert, panel by panel, chunk of rows by chunk of rows: an expert's inputs stay in the cache
+ * over its panels, and a panel comes from memory once, however many chunks use it. */
+typedef struct Items {
+    const Product *product;
+    const Kernels *kernels;
+    long first[NUM_EXPERTS + 1]; /* of each active expert */
+} Items;
+
+static void store_row(const Product *p, float *output, const float *sums, int count) {
+    for (int i = 0; i < count; i++) output[i] = p->epilogue == ADD ? output[i] + sums[i] : sums[i];
+}
+
+static void run_item(const void *job, long item) {
+    const Items *items = job;
+    const Product *p = items->product;
+    int active = 0;
+    while (item >= items->first[active + 1]) active++;
+    int expert = p->active[active], begin = p->offsets[expert], num_rows = p->offsets[expert + 1] - begin;
+    int num_chunks = CEIL_DIV(num_rows, TOKEN_CHUNK);
+    int panel = (int)((item - items->first[active]) / num_chunks), chunk = (item - items->first[active]) % num_chunks;
+    int from = begin + (int64_t)num_rows * chunk / num_chunks, to = begin + (int64_t)num_rows * (chunk + 1) / num_chunks;
+
+    const float *in[TOKEN_CHUNK];
+    PanelSums sums[TOKEN_CHUNK] __attribute__((aligned(64)));
+    for (int r = from; r < to; r++) {
+        int row = p->assignments ? p->assignments[r] : r;
+        in[r - from] = p->input + (int64_t)(row / p->input_divisor) * p->columns;
+    }
+    int64_t element = ((int64_t)panel * p->num_experts + expert) * p->columns * PANEL_ROWS;
+    int first = panel * p->panel_outputs, count = p->outputs - first;
+    if (count > p->panel_outputs) count = p->panel_outputs;
+    if (p->is_float)
+        items->kernels->float_product((const float *)p->panels + element, p->columns, count, to - from, in, sums);
+    else
+        items->kernels->weight_product((const weight_t *)p->panels + element, p->columns,
+                                       p->epilogue == ACTIVATE ? PANEL_ROWS : count, to - from, in, sums);
+    for (int r = from; r < to; r++) {
+        if (p->epilogue == ACTIVATE) items->kernels->activate(sums[r - from]);
+        int64_t row = p->assignments ? p->assignments[r] : r;
+        store_row(p, p->output + row * p->outputs + first, sums[r - from], count);
+    }
+}
+
+void host_product(const Model *m, const Product *p) {
+    Items items = {.product = p, .kernels = host_kernels()};
+    int num_panels = CEIL_DIV(p->outputs, p->panel_outputs), num_rows = 0;
+    for (int i = 0; i < p->num_active; i++) {
+        int rows = p->offsets[p->active[i] + 1] - p->offsets[p->active[i]];
+        items.first[i + 1] = items.first[i] + (long)num_panels * CEIL_DIV(rows, TOKEN_CHUNK);
+        num_rows += rows;
+    }
+    double cost = (double)num_rows * num_panels * PANEL_ROWS * p->columns;
+    parallel_for(m->num_threads, items.first[p->num_active], cost, run_item, &items);
+}
+
+void host_dense(const Model *m, int num_rows, Product p) {
+    const int32_t offsets[2] = {0, num_rows}, active[1] = {0};
+    p.panel_outputs = PANEL_ROWS;
+    p.num_experts = p.num_active = p.input_divisor = 1;
+    p.active = active;
+    p.offsets = offsets;
+    host_product(m, &p);
+}
+
+int host_qkv(Model *m, int num_tokens, const Layer *layer) {
+    host_dense(m, num_tokens, (Product){
+        .panels = layer->qkv, .input = m->state.normed, .output = m->state.qkv, .columns = HIDDEN,
+        .outputs = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM});
+    return 0;
+}
+
+int host_attention_out(Model *m, int num_tokens, const Layer *layer) {
+    host_dense(m, num_tokens, (Product){
+        .panels = layer->attention_out, .input = m->state.attention, .output = m->state.x,
+        .columns = NUM_HEADS * HEAD_DIM, .outputs = HIDDEN, .epilogue = ADD});
+    return 0;
+}
+
+int host_lm_head(Model *m, int num_logits) {
+    host_dense(m, num_logits, (Product){
+        .panels = m->header.tied_embeddings ? m->weights.embed : m->weights.lm_head, .input = m->state.normed,
+        .output = m->state.logits, .columns = HIDDEN, .outputs = VOCAB_SIZE});
+    return 0;
+}
