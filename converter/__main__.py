@@ -1,0 +1,151 @@
+"""The converter's command line: python -m converter moe.pt moe.bin"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from colibri.errors import ColibriError
+from converter import bin_writer, config, interleave, names, pt_reader, v1
+
+DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into the .bin that Colibri runs."
+EXAMPLES = """\
+examples:
+  python -m converter mixtral.pt mixtral.bin
+      with mixtral.json or config.json beside it
+  python -m converter moe.pt moe.bin --k 2 --activation gelu --renormalize
+      a stack of MoE layers without a config file
+  python -m converter moe.pt moe.bin --dry-run
+      what would be written: bytes, memory, tensors
+  python -m converter moe.pt layer3.bin --format v1 --layer 3 --k 2 --activation gelu --renormalize
+      one layer in the version 1 format
+  python -m converter old-v1.bin new.bin --hidden 4096 --ffn 14336 --activation gelu --renormalize
+      a version 1 file made version 2
+
+Nothing in the checkpoint is executed, memory stays below 256 MiB plus the largest matrix, and the output appears
+complete or not at all. Exit status: 0 done, 2 an error (one line on stderr), 130 interrupted.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ColibriError(f"python -m converter: {message}; see --help")
+
+
+def parser():
+    p = Parser(prog="python -m converter", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
+               formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("checkpoint", help="a .pt file of torch.save, or a version 1 .bin")
+    p.add_argument("output", help="the .bin to write")
+    p.add_argument("--config", metavar="FILE", help="config.json of the model (default: NAME.json, then config.json, beside "
+                   "the checkpoint)")
+    p.add_argument("--k", type=int, help="experts per token")
+    p.add_argument("--activation", help="silu, gelu (exact) or relu")
+    p.add_argument("--renormalize", action=argparse.BooleanOptionalAction, help="divide the k weights by their sum, or not")
+    p.add_argument("--dtype", choices=["keep", "f16", "bf16", "f32"], default="keep",
+                   help="of the matrices (default: keep the checkpoint's; float64 becomes f32)")
+    p.add_argument("--format", choices=["v2", "v1"], default="v2", help="v1: one layer, f16, 2-matrix experts (default: v2)")
+    p.add_argument("--layer", type=int, help="the layer that --format v1 writes")
+    p.add_argument("--hidden", type=int, help="hidden size of a version 1 input")
+    p.add_argument("--ffn", type=int, help="rows of an expert's up matrix in a version 1 input")
+    p.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
+    p.add_argument("--force", action="store_true", help="replace an existing output")
+    return p
+
+
+def convert(options):
+    """Everything between the options and the file."""
+    output = Path(options.output)
+    if not options.dry_run:
+        bin_writer.check_output(output, options.force)
+    if output.exists() and Path(options.checkpoint).exists() and output.samefile(options.checkpoint):
+        raise ColibriError(f"{output}: is the checkpoint itself; choose another output")
+    flags = {"k": options.k, "activation": options.activation, "renormalize": options.renormalize}
+    if v1.is_v1(options.checkpoint):
+        checkpoint, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k)
+    else:
+        if options.hidden is not None or options.ffn is not None:
+            raise ColibriError("--hidden, --ffn: only for a version 1 .bin, which has no dimensions; drop them")
+        checkpoint = pt_reader.read_checkpoint(options.checkpoint)
+    found = names.collect(checkpoint, options.checkpoint)
+    settings = config.load(options.config, options.checkpoint, flags)
+    fields = config.header_fields(found, settings, options.checkpoint)
+    names.settle_ties(found, fields, options.checkpoint)
+    sources = names.sources(found, fields, options.checkpoint)
+    if options.format == "v1":
+        return v1.convert(found, fields, sources, options)
+    if options.layer is not None:
+        raise ColibriError(f"--layer: {options.layer}, expected only with --format v1; drop it")
+    dtype = _dtype(options.dtype, sources, options.checkpoint)
+    header, directory = bin_writer.plan(fields, dtype)
+    if options.dry_run:
+        return print(_report(found, fields, header, directory, dtype))
+    with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
+          progress_bar(int(directory["bytes"].sum()), output) as bar):
+        bin_writer.write(file, header, directory, lambda name: _contents(name, sources, fields, dtype), bar.update)
+    print(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {found.family.name}, "
+          f"{fields['num_layers']} layers of {fields['num_experts']} experts, k={fields['k']}, {dtype}"
+          + (f"; left out: {', '.join(found.ignored)}" if found.ignored else ""))
+
+
+def progress_bar(num_bytes, output):
+    """On a terminal only, so that a log or a pipe gets errors alone."""
+    return tqdm(total=num_bytes, desc=str(output), unit="B", unit_scale=True, disable=None)
+
+
+def _contents(name, sources, fields, dtype):
+    """The stored arrays of one tensor."""
+    experts = sources[name]
+    field = name.rsplit(".", 1)[-1]
+    if len(experts[0][0].shape) == 1:
+        return [interleave.vector(experts[0][0])]
+    return interleave.panels(experts, "f32" if field == "router" else dtype, fields["gated"] and field == "experts_up")
+
+
+def _dtype(option, sources, path):
+    """The matrices' dtype: as asked, or the one that they share."""
+    matrices = [tensor for name, experts in sources.items() if not name.endswith(".router")
+                for parts in experts for tensor in parts if len(tensor.shape) == 2]
+    if option != "keep":
+        return option
+    other = next((tensor for tensor in matrices if tensor.dtype != matrices[0].dtype), None)
+    if other is not None:
+        raise ColibriError(f"{path}: {other.name}: dtype={other.dtype}, expected {matrices[0].dtype} as in "
+                           f"{matrices[0].name}; choose one with --dtype")
+    return interleave.KEPT[matrices[0].dtype]
+
+
+def _report(found, fields, header, directory, dtype):
+    """The dry run's text."""
+    lines = [f"family: {found.family.name}" + (f" ({found.renamed} names without their prefix)" if found.renamed else "")]
+    for (template, shape, kind), count in names.census(found).items():
+        lines.append(f"  {count:6} x {template} {list(shape)} {kind}")
+    lines += [f"  left out: {name}" for name in found.ignored]
+    widest = max(int(entry["shape"][entry["rank"] - 1]) for entry in directory if entry["rank"] > 1)
+    peak = interleave.WORKING_BYTES + 4 * interleave.PANEL_ROWS * 8 * widest
+    lines.append("model: " + ", ".join(f"{name}={np.array(header[name]).item()}" for name in (
+        "num_layers", "num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size")))
+    lines.append(f"would write: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {dtype}")
+    lines.append(f"peak memory: about {peak >> 20} MiB")
+    return "\n".join(lines)
+
+
+def main(arguments=None):
+    """Runs the command line and gives the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        convert(parser().parse_args(arguments))
+    except ColibriError as error:
+        print(" ".join(str(error).splitlines()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

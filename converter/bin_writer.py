@@ -1,0 +1,113 @@
+"""Writes a .bin: planned to the byte, streamed once into a temporary file, then put in its place all at once."""
+
+import contextlib
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from colibri import headers
+from colibri.errors import ColibriError
+from converter.interleave import NUMPY_DTYPES, stored_rows
+
+MAGIC = b"COLI"
+ALIGNMENT = headers.default().constants["DATA_ALIGNMENT"]
+BIN_HEADER, BIN_TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
+
+
+def plan(fields, dtype):
+    """(header, directory) of a version 2 file, complete but for the checksums.
+
+    fields: BinHeader's fields that describe the model. dtype: of its matrices: f32, f16 or bf16.
+    """
+    codes = headers.default().codes("DTYPE")
+    header = np.zeros((), BIN_HEADER)
+    for name in BIN_HEADER.names:
+        header[name] = fields[name]
+    tensors = headers.default().tensors(fields)
+    directory = np.zeros(len(tensors), BIN_TENSOR)
+    offset = _aligned(BIN_HEADER.itemsize + directory.nbytes)
+    for entry, tensor in zip(directory, tensors):
+        kind = dtype if tensor.type == "weight_t" else "f32"
+        rank = len(tensor.shape)
+        elements = tensor.shape[0]
+        if rank > 1:
+            rows = stored_rows(tensor.shape[-2], fields["gated"] and tensor.name.endswith(".experts_up"))
+            elements = (tensor.shape[0] if rank == 3 else 1) * rows * tensor.shape[-1]
+        entry["name"], entry["dtype"], entry["rank"] = tensor.name.encode(), codes[kind], rank
+        entry["shape"][:rank] = tensor.shape
+        entry["offset"], entry["bytes"] = offset, elements * NUMPY_DTYPES[kind].itemsize
+        offset = _aligned(offset + int(entry["bytes"]))
+    header["magic"], header["version"] = MAGIC, headers.default().constants["FORMAT_VERSION"]
+    header["header_bytes"], header["directory_offset"] = BIN_HEADER.itemsize, BIN_HEADER.itemsize
+    header["num_tensors"], header["weight_dtype"], header["file_bytes"] = len(directory), codes[dtype], offset
+    return header, directory
+
+
+def write(file, header, directory, contents, progress):
+    """Streams a planned file. contents(name) yields the tensor's arrays in order; progress(bytes) is told of each."""
+    write_all(file, bytes(int(directory["offset"][0])))
+    for entry in directory:
+        crc32, left = 0, int(entry["bytes"])
+        for array in contents(entry["name"].decode()):
+            piece = memoryview(array).cast("B")
+            crc32, left = zlib.crc32(piece, crc32), left - len(piece)
+            write_all(file, piece)
+            progress(len(piece))
+        assert left == 0, entry["name"]
+        entry["crc32"] = crc32
+        write_all(file, bytes(-int(entry["bytes"]) % ALIGNMENT))
+    header["header_crc32"] = 0
+    header["header_crc32"] = zlib.crc32(header.tobytes() + directory.tobytes())
+    file.seek(0)
+    write_all(file, header.tobytes() + directory.tobytes())
+
+
+@contextlib.contextmanager
+def replacing(path, num_bytes, force):
+    """A binary file for writing that becomes `path` when the block ends, or leaves nothing behind when it raises.
+
+    num_bytes: what will be written; there must be room for it. force: an existing file may be replaced.
+    """
+    path = Path(path)
+    check_output(path, force)
+    directory = path.parent
+    temporary = directory / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
+        if free < num_bytes:
+            raise ColibriError(f"{path}: {free} bytes free, expected {num_bytes}; free some space or write elsewhere")
+        with open(temporary, "xb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ColibriError(f"{path}: {error.strerror}, expected to write {num_bytes} bytes; check the directory and its "
+                           "space") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def check_output(path, force):
+    """Refuses an output that must not be written, before any work."""
+    if path.exists() and not path.is_file():
+        raise ColibriError(f"{path}: not a regular file, expected a .bin to write; choose another output")
+    if path.exists() and not force:
+        raise ColibriError(f"{path}: exists already; give --force to replace it")
+
+
+def write_all(file, piece):
+    view = memoryview(piece)
+    while len(view):
+        view = view[file.write(view):]
+
+
+def _aligned(offset):
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,127 @@
+"""The stored form of a matrix: the final dtype, in panels [row panel][expert][column][64 rows] (native/format.h).
+
+Panels are made in the order of the file, 64 rows of one expert at a time, so memory does not grow with the model.
+"""
+
+import numpy as np
+
+from colibri import headers
+from colibri.errors import ColibriError
+
+PANEL_ROWS = headers.default().constants["PANEL_ROWS"]
+GATE_GROUP = headers.default().constants["GATE_GROUP"]
+NUMPY_DTYPES = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}  # bf16 as its bits
+NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+KEPT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f32"}  # what --dtype keep means
+WORKING_BYTES = 128 << 20  # anonymous memory of a conversion, but for its blocks of 64 rows
+LARGEST = {"f16": "65504", "bf16": "3.39e38", "f32": "3.4e38"}
+
+
+def stored_rows(rows, gated):
+    """Rows of a matrix as stored, whole panels. gated: rows are gate and up together, each filled up to its groups."""
+    if gated:
+        rows = 2 * GATE_GROUP * -(-rows // (2 * GATE_GROUP))
+    return PANEL_ROWS * -(-rows // PANEL_ROWS)
+
+
+def panels(experts, dtype, gated):
+    """Yields the stored matrix as arrays [columns, 64 rows] in the file's order: each panel, expert by expert.
+
+    experts: one list of parts for each expert, Tensors [rows, columns]: stacked, or (gate, up) when gated.
+    dtype: f32, f16 or bf16. ColibriError, naming tensor and value, on NaN, inf and overflow.
+    """
+    rows, columns = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
+    panel = np.zeros((PANEL_ROWS, columns), NUMPY_DTYPES[dtype])
+    for first in range(0, stored_rows(rows, gated), PANEL_ROWS):
+        for parts in experts:
+            pieces = list(_gated_pieces(parts, first) if gated else _stacked_pieces(parts, first))
+            if sum(stop - start for _, _, start, stop in pieces) < PANEL_ROWS:
+                panel[:] = 0
+            for row, tensor, start, stop in pieces:
+                panel[row:row + stop - start] = converted(tensor, start, stop, dtype)
+                tensor.drop((stop - start) * columns * tensor.numpy_dtype.itemsize)
+            yield transposed(panel)
+
+
+def vector(tensor):
+    """A vector as float32, checked like a matrix."""
+    return converted(tensor, 0, tensor.shape[0], "f32")
+
+
+def _stacked_pieces(parts, first):
+    """(row in the panel, tensor, start, stop): where the panel's rows from `first` on come from."""
+    offset = 0
+    for tensor in parts:
+        start, stop = max(first - offset, 0), min(first + PANEL_ROWS - offset, tensor.shape[0])
+        if start < stop:
+            yield offset + start - first, tensor, start, stop
+        offset += tensor.shape[0]
+
+
+def _gated_pieces(parts, first):
+    for row in range(0, PANEL_ROWS, 2 * GATE_GROUP):
+        start = (first + row) // 2
+        for half, tensor in enumerate(parts):
+            stop = min(start + GATE_GROUP, tensor.shape[0])
+            if start < stop:
+                yield row + half * GATE_GROUP, tensor, start, stop
+
+
+def transposed(panel):
+    """panel.T, contiguous. Groups of columns move as 8-byte words first: twice as fast as one element at a time."""
+    rows, columns = panel.shape
+    group = 8 // panel.itemsize
+    if columns % group:
+        return np.ascontiguousarray(panel.T)
+    words = np.ascontiguousarray(panel.view(np.uint64).T)
+    elements = words.view(panel.dtype).reshape(columns // group, rows, group)
+    return np.ascontiguousarray(elements.transpose(0, 2, 1)).reshape(columns, rows)
+
+
+def converted(tensor, start, stop, dtype):
+    """Rows start..stop of a tensor in `dtype`, rounded to nearest, ties to even."""
+    source = NAMES[tensor.dtype]
+    rows = tensor.rows(start, stop)
+    if not _finite(rows, source):
+        raise _bad_value(tensor, start, rows, source, ~np.isfinite(_widened(rows, source)),
+                         "a finite number; the checkpoint is damaged")
+    if source == dtype:
+        return rows
+    with np.errstate(over="ignore"):
+        values = _widened(rows, source)
+        result = _to_bf16(values) if dtype == "bf16" else values.astype(NUMPY_DTYPES[dtype])
+    if not _finite(result, dtype):
+        raise _bad_value(tensor, start, rows, source, ~np.isfinite(_widened(result, dtype)),
+                         f"at most {LARGEST[dtype]} in {dtype}; choose another --dtype")
+    return result
+
+
+def _finite(values, dtype):
+    """Whether no value is NaN or inf, that is, has all exponent bits set. Integer tests are the fast ones."""
+    bits, inf = {"f16": (np.uint16, 0x7C00), "bf16": (np.uint16, 0x7F80), "f32": (np.uint32, 0x7F800000),
+                 "f64": (np.uint64, 0x7FF0000000000000)}[dtype]
+    return int((values.view(bits) & bits(np.iinfo(bits).max >> 1)).max()) < inf
+
+
+def _widened(values, dtype):
+    """As float32, or float64 from f64."""
+    if dtype == "bf16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values if dtype == "f64" else values.astype(np.float32)
+
+
+def _to_bf16(values):
+    narrow = values.astype(np.float32)
+    bits = narrow.view(np.uint32)
+    if values.dtype == np.float64:  # rounding twice would miss ties: first towards zero, with the last bit as "inexact"
+        back = narrow.astype(np.float64)
+        bits = (bits - (np.abs(back) > np.abs(values))) | (back != values)
+        bits = bits.astype(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+
+
+def _bad_value(tensor, start, rows, source, bad, expected):
+    where = [int(index[0]) for index in np.nonzero(bad)]
+    value = _widened(rows, source)[tuple(where)]
+    where[0] += start
+    return ColibriError(f"{tensor.storage.where}: {tensor.name}: value={value:g} at {where}, expected {expected}")

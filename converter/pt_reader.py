@@ -1,0 +1,340 @@
+"""Reads a PyTorch checkpoint without PyTorch: names to lazy tensors over the mapped file, nothing executed or copied."""
+
+import mmap
+import os
+import struct
+import tempfile
+import zlib
+
+import numpy as np
+
+from colibri.errors import ColibriError
+from converter.pickle_reader import PickleReader, Rebuilt, StorageRef
+from converter.zip_reader import DEFLATED, read_directory
+
+MAX_PICKLE_BYTES = 64 << 20
+MAX_EXPANDED_BYTES = 1 << 30  # of a tensor with more elements than its storage (stride 0)
+MAX_RANK = 32
+WINDOW_BYTES = 32 << 20  # mapped input read before its pages are dropped
+CRC_BYTES = 8 << 20
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+WRAPPERS = ("model", "module", "state_dict", "model_state_dict")
+# The numpy dtype that holds each torch dtype; those that numpy lacks are held as their bits.
+NUMPY_DTYPES = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4",
+                "int16": "<i2", "int8": "i1", "uint8": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8",
+                "bool": "?", "complex64": "<c8", "complex128": "<c16", "float8_e4m3fn": "u1", "float8_e5m2": "u1",
+                "float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1", "float8_e8m0fnu": "u1"}
+
+
+class Storage:
+    """The bytes of one storage. Bytes are handed out only after the checksum has passed over them, in order."""
+
+    def __init__(self, where, mapping, offset, num_bytes, crc32=None):
+        """where: file and record for errors. crc32: of all bytes; None where the container has none."""
+        self.where, self.mapping, self.offset, self.bytes, self.crc32 = where, mapping, offset, num_bytes, crc32
+        self.checked, self.crc, self.touched = 0, 0, 0
+
+    def bytes_at(self, start, stop):
+        """(buffer, offset of byte `start` in it)."""
+        if self.crc32 is not None:
+            self.check(stop)
+        return self.mapping, self.offset + start
+
+    def check(self, stop=None):
+        """Carries the checksum on to byte `stop`, or to the end, where it must be right."""
+        stop = self.bytes if stop is None else stop
+        if self.crc32 is None or self.checked >= stop:
+            return
+        view = memoryview(self.mapping)
+        while self.checked < stop:
+            step = min(CRC_BYTES, stop - self.checked)
+            start = self.offset + self.checked
+            self.crc = zlib.crc32(view[start:start + step], self.crc)
+            self.checked += step
+            if step == CRC_BYTES:
+                self.drop(step)
+        if self.checked == self.bytes and self.crc != self.crc32:
+            raise ColibriError(f"{self.where}: CRC-32={self.crc:08x}, expected {self.crc32:08x}; the file is damaged, "
+                               "download or save the checkpoint again")
+
+    def drop(self, num_bytes):
+        """Counts bytes as read, and gives the mapped pages back each WINDOW_BYTES."""
+        self.touched += num_bytes
+        if self.touched >= WINDOW_BYTES:
+            self.mapping.madvise(mmap.MADV_DONTNEED)
+            self.touched = 0
+
+
+class DeflatedStorage(Storage):
+    """A compressed record: inflated on first use into an unnamed file, so that it costs no anonymous memory."""
+
+    def __init__(self, where, mapping, record, crc32):
+        super().__init__(where, None, 0, record.bytes, crc32)
+        self.source, self.record = mapping, record
+
+    def bytes_at(self, start, stop):
+        if self.mapping is None:
+            self.mapping = self._inflate()
+        return super().bytes_at(start, stop)
+
+    def check(self, stop=None):
+        if self.mapping is None:
+            self.mapping = self._inflate()
+        super().check(stop)
+
+    def _inflate(self):
+        with tempfile.TemporaryFile() as file:
+            for piece in inflate(self.source, self.record, self.where):
+                file.write(piece)
+            file.flush()
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def inflate(data, record, where):
+    """Yields a deflated record's bytes in pieces, never more than the directory states."""
+    engine, left = zlib.decompressobj(-15), record.bytes
+    try:
+        for start in range(record.offset, record.offset + record.stored_bytes, 1 << 20):
+            piece = data[start:min(start + (1 << 20), record.offset + record.stored_bytes)]
+            while piece:
+                inflated = engine.decompress(piece, min(CRC_BYTES, left + 1))
+                left -= len(inflated)
+                if left < 0:
+                    raise ColibriError(f"{where}: inflates to more than {record.bytes} bytes, expected that many; "
+                                       "download or save the checkpoint again")
+                yield inflated
+                piece = engine.unconsumed_tail
+    except zlib.error:
+        raise ColibriError(f"{where}: corrupt deflated data; download or save the checkpoint again") from None
+    if left or not engine.eof:
+        raise ColibriError(f"{where}: inflates to {record.bytes - left} bytes, expected {record.bytes}; "
+                           "download or save the checkpoint again")
+
+
+class Tensor:
+    """One named tensor: dtype (torch's name), shape, and its numbers as numpy views of the mapped file.
+
+    bfloat16 comes as uint16 bits, float8 as uint8 bits.
+    """
+
+    def __init__(self, name, dtype, shape, strides, storage, offset):
+        """strides: in elements. offset: of the first element, in bytes from the storage's start."""
+        self.name, self.dtype, self.shape, self.strides = name, dtype, shape, strides
+        self.storage, self.offset = storage, offset
+        self.numpy_dtype = np.dtype(NUMPY_DTYPES[dtype])
+
+    def rows(self, start, stop):
+        """Rows start..stop of the first dimension, read-only, not copied."""
+        return self._view((stop - start, *self.shape[1:]), start * self.strides[0])
+
+    def array(self):
+        """The whole tensor, read-only, not copied; its storage is checked to the end."""
+        array = self._view(self.shape, 0)
+        self.storage.check()
+        return array
+
+    def drop(self, num_bytes):
+        """Tells that so many bytes of views have been used and may leave memory."""
+        self.storage.drop(num_bytes)
+
+    def _view(self, shape, first):
+        item = self.numpy_dtype.itemsize
+        if 0 in shape:
+            return np.empty(shape, self.numpy_dtype)
+        start = self.offset + first * item
+        stop = start + item + item * sum((size - 1) * stride for size, stride in zip(shape, self.strides))
+        buffer, offset = self.storage.bytes_at(start, stop)
+        return np.ndarray(shape, self.numpy_dtype, buffer, offset, [stride * item for stride in self.strides])
+
+
+def map_file(path):
+    """The file as a read-only mmap."""
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise ColibriError(f"{path}: 0 bytes, expected a PyTorch checkpoint; download or save it again")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ColibriError(f"{path}: {getattr(error, 'strerror', None) or error}, expected a readable checkpoint file; "
+                           "check the path") from None
+
+
+def read_checkpoint(path):
+    """{name: Tensor} of the checkpoint, in its order. Tensors are checked against their storages here, their bytes
+    when they are read. Raises ColibriError, naming the file and the cause."""
+    data = map_file(path)
+    if data[:4] == b"PK\3\4":
+        value, storages = _read_zip(data, path)
+    elif data[:len(LEGACY_MAGIC)] == LEGACY_MAGIC:
+        value, storages = _read_legacy(data, path)
+    else:
+        raise ColibriError(f"{path}: {_foreign(data)}")
+    named = _named_tensors(value, path)
+    return {name: _resolve(rebuilt, name, storages, path) for name, rebuilt in named.items()}
+
+
+def _foreign(data):
+    """Says what a file that is no checkpoint seems to be."""
+    head = data[:512]
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file itself; run git lfs pull"
+    if head[257:262] == b"ustar" or head.startswith(b"sys_info\0"):
+        return "the tar format of torch before 0.1.10, expected a zip .pt; load it with torch and save it again"
+    if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] < len(data):
+        return "not a checkpoint of torch.save but a safetensors file; this converter reads .pt"
+    if head.startswith(b"COLI"):
+        return "a Colibri .bin already, expected a PyTorch checkpoint"
+    if data.rfind(b"PK\5\6", max(0, len(data) - 65557)) >= 0:
+        return "corrupt: a zip whose first bytes are missing; download or save the checkpoint again"
+    return "not a checkpoint of torch.save, expected a zip or legacy .pt; check the path"
+
+
+def _read_zip(data, path):
+    """(pickled value, {key: Storage}) of a zip checkpoint."""
+    records = read_directory(data, path)
+    pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+    if any(name.endswith("/constants.pkl") or "/code/" in name for name in records):
+        raise ColibriError(f"{path}: a TorchScript archive, expected plain tensors; load it with torch.jit.load and save "
+                           "its state_dict()")
+    if len(pickles) != 1:
+        raise ColibriError(f"{path}: {len(pickles)} data.pkl records in the zip, expected one; this is no torch.save file")
+    prefix = pickles[0][:-len("data.pkl")]
+    has_crc = any(record.crc32 for record in records.values())  # torch can be told to write none: all are 0 then
+    order = _contents(data, records.get(prefix + "byteorder"), path, has_crc) or b"little"
+    if order.strip() != b"little":
+        raise ColibriError(f"{path}: byteorder={order[:16].decode('ascii', 'replace')}, expected little; save it again on a "
+                           "little-endian machine")
+    where = f"{path}: data.pkl"
+    reader = PickleReader(_contents(data, records[pickles[0]], path, has_crc), where, max_opcodes=2_000_000 + 200 * len(records))
+    value = reader.load()
+    storages = {}
+    for name, record in records.items():
+        if name.startswith(prefix + "data/"):
+            place, crc32 = f"{path}: {name[len(prefix):]}", record.crc32 if has_crc else None
+            storages[name[len(prefix) + 5:]] = (
+                DeflatedStorage(place, data, record, crc32) if record.method == DEFLATED
+                else Storage(place, data, record.offset, record.bytes, crc32))
+    return value, storages
+
+
+def _contents(data, record, path, has_crc):
+    """A small record's bytes, checked; None when there is no such record."""
+    if record is None:
+        return None
+    where = f"{path}: {record.name.rsplit('/', 1)[1]}"
+    if record.bytes > MAX_PICKLE_BYTES:
+        raise ColibriError(f"{where}: {record.bytes} bytes, expected at most {MAX_PICKLE_BYTES}; save the tensors alone")
+    contents = (b"".join(inflate(data, record, where)) if record.method == DEFLATED
+                else data[record.offset:record.offset + record.bytes])
+    if has_crc and zlib.crc32(contents) != record.crc32:
+        raise ColibriError(f"{where}: CRC-32={zlib.crc32(contents):08x}, expected {record.crc32:08x}; the file is damaged, "
+                           "download or save the checkpoint again")
+    return contents
+
+
+def _read_legacy(data, path):
+    """(pickled value, {key: Storage}) of the format before torch 1.6: five pickles, then each storage's count and data."""
+    head, position, values = data[:MAX_PICKLE_BYTES], 0, []
+    for name in ("magic", "protocol", "system info", "object", "storage keys"):
+        reader = PickleReader(head, f"{path}: {name}", position)
+        values.append(reader.load())
+        position = reader.position
+    _, _, system, value, keys = values
+    if type(system) is not dict or system.get("little_endian") is not True or type(keys) is not list:
+        raise ColibriError(f"{path}: corrupt: expected a little-endian checkpoint with a list of storages; save it again")
+    items = {ref.key: np.dtype(NUMPY_DTYPES[ref.dtype]).itemsize for ref in reader_storages(value)
+             if ref.dtype in NUMPY_DTYPES}
+    storages = {}
+    for key in keys:
+        if type(key) is not str or key not in items or position + 8 > len(data):
+            raise ColibriError(f"{path}: truncated or corrupt list of storages at byte {position}; save it again")
+        num_bytes = struct.unpack_from("<q", data, position)[0] * items[key]
+        if not 0 <= num_bytes <= len(data) - position - 8:
+            raise ColibriError(f"{path}: truncated: storage {key[:100]} of {num_bytes} bytes runs past the end; save it again")
+        storages[key] = Storage(f"{path}: storage {key[:100]}", data, position + 8, num_bytes)
+        position += 8 + num_bytes
+    return value, storages
+
+
+def reader_storages(value):
+    """Every StorageRef in a pickled value, visiting each object once."""
+    seen, queue, found = set(), [value], []
+    while queue:
+        item = queue.pop()
+        if type(item) is StorageRef:
+            found.append(item)
+        elif type(item) in (dict, list, tuple, Rebuilt) and id(item) not in seen:
+            seen.add(id(item))
+            queue.extend(item.values() if type(item) is dict else item)
+    return found
+
+
+def _named_tensors(value, path):
+    """The state dict in a pickled value: the value itself, or what one of WRAPPERS holds."""
+    for _ in range(4):
+        if type(value) is not dict:
+            break
+        inner = [key for key in WRAPPERS if type(value.get(key)) is dict and value[key]]
+        tensors = {key: item for key, item in value.items() if type(key) is str and type(item) is Rebuilt}
+        if tensors and not inner:
+            return tensors
+        if len(inner) > 1 or tensors:
+            raise ColibriError(f"{path}: tensors under {' and '.join(inner)}{' and beside it' if tensors else ''}, expected "
+                               "one state dict; save one of them alone")
+        value = value[inner[0]] if inner else None
+    if type(value) is Rebuilt:
+        raise ColibriError(f"{path}: no named tensors, only a bare one; expected a dict of names, save a state_dict()")
+    raise ColibriError(f"{path}: no tensors in a dict of names, expected them at the top or under "
+                       f"{', '.join(WRAPPERS)}; save a state_dict()")
+
+
+def _resolve(rebuilt, name, storages, path):
+    """A Rebuilt description, every number of it checked, as a Tensor."""
+    where = f"{path}: {_shown(name)}"
+    if rebuilt.problem:
+        raise ColibriError(f"{where}: {rebuilt.problem}, expected a plain tensor; save it dense and materialised")
+    storage_ref, offset, shape, strides = rebuilt.storage, rebuilt.offset, rebuilt.shape, rebuilt.strides
+    numbers = [offset, *shape, *strides] if type(shape) is tuple and type(strides) is tuple else [None]
+    if type(storage_ref) is not StorageRef or any(type(number) is not int for number in numbers):
+        raise ColibriError(f"{where}: corrupt pickle: a tensor without storage, shape or strides; save it again")
+    dtype = rebuilt.dtype or storage_ref.dtype
+    if dtype not in NUMPY_DTYPES:
+        raise ColibriError(f"{where}: unsupported dtype {dtype}, expected one of {', '.join(NUMPY_DTYPES)}")
+    if len(shape) != len(strides) or min(numbers) < 0 or len(shape) > MAX_RANK:
+        raise ColibriError(f"{where}: bad strides {_short(strides)} for shape {_short(shape)}, expected one stride, not "
+                           "negative, for each dimension; save the tensor contiguous")
+    item = np.dtype(NUMPY_DTYPES[dtype]).itemsize
+    storage, first, available = _storage(storage_ref, storages, path)
+    count = 1
+    for size in shape:
+        count *= size
+    if count * item > max(available, MAX_EXPANDED_BYTES):
+        raise ColibriError(f"{where}: too large: shape {_short(shape)}, but its storage has {available} bytes; save it again")
+    extent = (offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1) * item if count else 0
+    if extent > available:
+        raise ColibriError(f"{where}: out of bounds: shape {_short(shape)}, strides {_short(strides)} and offset {offset} need "
+                           f"{_short(extent)} bytes, but its storage has {available}; the checkpoint is damaged")
+    return Tensor(name, dtype, shape, strides, storage, first + offset * item)
+
+
+def _storage(ref, storages, path):
+    """(Storage, first byte, bytes) of what a tensor may use; ref's size must be the record's."""
+    if ref.key not in storages:
+        raise ColibriError(f"{path}: missing storage data/{_shown(ref.key)}, expected it in the file; save or download it again")
+    storage, item = storages[ref.key], np.dtype(NUMPY_DTYPES.get(ref.dtype, "u1")).itemsize
+    if ref.numel * item != storage.bytes:
+        raise ColibriError(f"{storage.where}: storage size={storage.bytes} bytes, expected {_short(ref.numel * item)} from "
+                           f"{_short(ref.numel)} items of {ref.dtype}; the checkpoint is damaged")
+    if not 0 <= ref.view_offset <= ref.view_offset + ref.view_numel <= ref.numel:
+        raise ColibriError(f"{storage.where}: out of bounds: a view of it is larger than it; the checkpoint is damaged")
+    return storage, ref.view_offset * item, ref.view_numel * item
+
+
+def _shown(name):
+    """A name from the file, safe to print on one line."""
+    return name[:200].encode("unicode_escape").decode() if not name.isprintable() else name[:200]
+
+
+def _short(value):
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,90 @@
+"""Version 1 of the .bin: one layer of 2-matrix experts in f16, every column interleaved by expert.
+
+16 bytes: COLI, u32 version 1, u32 num_experts, u32 k. Then ff1 [ffn, hidden * E], ff2 [hidden, ffn * E] and router
+[hidden, E], row-major f16, where column j * E + e is expert e's column j. The file does not say hidden or ffn.
+"""
+
+import struct
+
+import numpy as np
+
+from colibri.errors import ColibriError
+from converter import bin_writer, interleave
+from converter.pt_reader import Storage, Tensor, map_file
+
+HEADER = struct.Struct("<4s3I")
+NAME = "transformer.h.0.mlp."
+WRITE_BYTES = 8 << 20
+
+
+def is_v1(path):
+    """Whether the file begins as a version 1 .bin."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(8) == HEADER.pack(bin_writer.MAGIC, 1, 0, 0)[:8]
+    except OSError:
+        return False
+
+
+def read(path, hidden, ffn, k):
+    """({name: Tensor} in GPT-style names, k) of a version 1 file; hidden and ffn must give its size exactly."""
+    data = map_file(path)
+    if hidden is None or ffn is None or hidden < 1 or ffn < 1:
+        raise ColibriError(f"{path}: a version 1 file does not tell its dimensions, expected both from flags; give --hidden "
+                           "and --ffn")
+    if len(data) < HEADER.size:
+        raise ColibriError(f"{path}: truncated: {len(data)} bytes, expected a header of {HEADER.size}")
+    _, _, experts, stored_k = HEADER.unpack_from(data)
+    expected = HEADER.size + 2 * experts * (2 * ffn * hidden + hidden)
+    if len(data) != expected:
+        raise ColibriError(f"{path}: {len(data)} bytes, expected {expected} from num_experts={experts}, hidden={hidden}, "
+                           f"ffn={ffn}; correct --hidden and --ffn")
+    if k not in (None, stored_k):
+        raise ColibriError(f"{path}: k={stored_k}, but --k says {k}; drop the flag")
+    storage = Storage(str(path), data, 0, len(data))
+
+    def tensor(name, shape, strides, first):
+        return name, Tensor(name, "float16", shape, strides, storage, HEADER.size + 2 * first)
+
+    up, down = 0, ffn * hidden * experts
+    tensors = [tensor(NAME + "router.weight", (experts, hidden), (1, experts), 2 * down)]
+    for e in range(experts):
+        tensors.append(tensor(f"{NAME}experts.{e}.w1.weight", (ffn, hidden), (hidden * experts, experts), up + e))
+        tensors.append(tensor(f"{NAME}experts.{e}.w2.weight", (hidden, ffn), (ffn * experts, experts), down + e))
+    return dict(tensors), stored_k
+
+
+def convert(found, fields, sources, options):
+    """Writes one layer of a checkpoint as version 1."""
+    if fields["gated"]:
+        raise ColibriError(f"--format v1: {found.family.name} has gated experts, expected 2-matrix ones; write v2")
+    if options.layer is None or not 0 <= options.layer < fields["num_layers"]:
+        raise ColibriError(f"--layer: {options.layer}, expected 0 to {fields['num_layers'] - 1} with --format v1")
+    if options.dtype not in ("keep", "f16"):
+        raise ColibriError(f"--dtype: {options.dtype}, expected f16 with --format v1, which has no other")
+    experts, hidden, ffn = fields["num_experts"], fields["hidden"], fields["ffn"]
+    num_bytes = HEADER.size + 2 * experts * (2 * ffn * hidden + hidden)
+    if options.dry_run:
+        return print(f"would write: {num_bytes} bytes, layer {options.layer} in version 1")
+    up, down, router = ([parts[0] for parts in sources[f"layers.{options.layer}.{name}"]]
+                        for name in ("experts_up", "experts_down", "router"))
+    with bin_writer.replacing(options.output, num_bytes, options.force) as file:
+        bin_writer.write_all(file, HEADER.pack(bin_writer.MAGIC, 1, experts, fields["k"]))
+        for matrices in (up, down):
+            for piece in _interleaved(matrices):
+                bin_writer.write_all(file, piece)
+        bin_writer.write_all(file, np.ascontiguousarray(interleave.converted(router[0], 0, experts, "f16").T))
+    print(f"{options.output}: {num_bytes} bytes, layer {options.layer} of {experts} experts, k={fields['k']}, version 1")
+
+
+def _interleaved(matrices):
+    """Rows of all experts' matrices side by side, [rows, columns, E], a few rows at a time."""
+    rows, columns = matrices[0].shape
+    step = max(1, WRITE_BYTES // (2 * columns * len(matrices)))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        piece = np.empty((stop - start, columns, len(matrices)), "<f2")
+        for expert, tensor in enumerate(matrices):
+            piece[:, :, expert] = interleave.converted(tensor, start, stop, "f16")
+            tensor.drop((stop - start) * columns * tensor.numpy_dtype.itemsize)
+        yield piece
