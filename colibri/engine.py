@@ -22,6 +22,7 @@ Sampler = namedtuple("Sampler", "temperature top_k top_p seed", defaults=(0.0, 0
 class Engine:
     """A model file, its library, and the memory in which steps run.
 
+    path:       the model's file, or a Checkpoint of it
     backend:    "host", "cuda", or "auto": cuda where it can be had, else host, with the reason in `why_host`
     threads:    host threads; None: the processors that this process may use
     num_slots:  sessions that can be open at once; None: the library's max_batch
@@ -34,7 +35,7 @@ class Engine:
     def __init__(self, path, backend="auto", threads=None, num_slots=None, build=True, num_layers=None):
         self._lock = threading.Lock()
         start = time.perf_counter()
-        self.checkpoint = Checkpoint(path)
+        self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
         opened = time.perf_counter()
         self.library, memory, self.why_host = load_library(self.checkpoint, backend, build)
         loaded = time.perf_counter()
@@ -130,6 +131,13 @@ class Engine:
                 self._run(self.library.forward_stack, len(rows))
                 y[start:start + len(rows)] = self.state("x", len(rows))
         return y
+
+    def room(self, num_tokens):
+        """How many tokens can be generated after num_tokens: the last of them is not fed back, and takes no position."""
+        if num_tokens > self.context:
+            raise ColibriError(f"tokens: {num_tokens} in one session, expected at most {self.context}, the context; "
+                               "shorten the prompt")
+        return self.context - num_tokens + 1
 
     def state(self, name, rows=None):
         """The first rows (None: all) of a buffer of model.h's STATE_BUFFERS, as the last step left it; copy to keep."""
@@ -243,11 +251,10 @@ class Session:
         """
         sampler = check_sampler(Sampler(temperature, top_k, top_p, seed))
         tokens = list(prompt_tokens)
-        needed = self.length + len(tokens) + max_new_tokens - 1  # the last new token is not fed
-        if max_new_tokens < 1 or needed > self.engine.context:
-            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to "
-                               f"{self.engine.context - self.length - len(tokens) + 1} after {len(tokens)} prompt tokens "
-                               f"in a context of {self.engine.context}")
+        room = self.engine.room(self.length + len(tokens))
+        if not 1 <= max_new_tokens <= room:
+            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room}, which the context of "
+                               f"{self.engine.context} leaves after {self.length + len(tokens)} tokens")
         return self._generate(tokens, max_new_tokens, sampler)
 
     def _generate(self, tokens, max_new_tokens, sampler):
@@ -291,14 +298,15 @@ def load_library(checkpoint, backend, build_missing):
     return library, device.DeviceMemory, why_host
 
 
-def check_sampler(sampler):
-    """The sampler, if its values make sense."""
+def check_sampler(sampler, prefix=""):
+    """The sampler, if its values make sense. prefix: "--" where they are options of the command line."""
     for name, good, expected in (("temperature", 0 <= sampler.temperature < float("inf"), "0 (greedy) or more"),
                                  ("top_k", sampler.top_k >= 0, "0 (all) or more"),
                                  ("top_p", 0 < sampler.top_p <= 1, "more than 0 and at most 1"),
                                  ("seed", 0 <= sampler.seed < 1 << 64, "0 to 2^64 - 1")):
         if not good:
-            raise ColibriError(f"{name}: {getattr(sampler, name)}, expected {expected}")
+            label = prefix + (name.replace("_", "-") if prefix else name)
+            raise ColibriError(f"{label}: {getattr(sampler, name)}, expected {expected}")
     return sampler
 
 

@@ -26,7 +26,7 @@ class Library:
             for name, (restype, argtypes) in functions.items():
                 function = getattr(library, name)
                 function.restype, function.argtypes = restype, argtypes
-                if restype in (ctypes.c_int, ctypes.c_int64):
+                if name != "colibri_error" and restype is not ctypes.c_double:
                     function.errcheck = self._check
                 setattr(self, name.removeprefix("colibri_"), function)
         except (OSError, AttributeError) as error:
@@ -37,7 +37,7 @@ class Library:
         self.headers = headers.Headers(self.baked)
 
     def _check(self, result, function, arguments):
-        failed = result == 0 if function.restype is ctypes.c_int64 else result != 0
-        if failed:
+        good = result == 0 if function.restype is ctypes.c_int else bool(result)
+        if not good:
             raise ColibriError(self.error().decode())
         return result

@@ -3,10 +3,13 @@
 import ctypes
 import math
 import mmap
+import time
 
 import numpy as np
 
 from colibri.errors import ColibriError
+
+PROBE_BYTES = 256 << 20  # more than most caches hold
 
 
 class HostMemory:
@@ -24,12 +27,14 @@ class HostMemory:
       read(address, shape, dtype)  -> array with what lies there, valid until the next step
       write(address, array) puts a C-contiguous array there
       close()               gives everything back; nothing is used afterwards
+      read_bandwidth(checkpoint, threads)  -> bytes a second that this memory can be read with, measured now
       figures()             -> {label: value} for the table of a run, in the order to print
     """
 
     stream = None
 
     def __init__(self, library):
+        self._library = library
         self.code = library.headers.constants["COLIBRI_HOST"]
         self._blocks = []
 
@@ -56,6 +61,17 @@ class HostMemory:
 
     def close(self):
         self._blocks.clear()
+
+    def read_bandwidth(self, checkpoint, threads):
+        """Best of three passes over the mapped model, or over a buffer of 256 MiB when the model is smaller."""
+        size = min(len(checkpoint.data), 1 << 30)
+        data = checkpoint.data[:size] if size >= PROBE_BYTES else np.ones(PROBE_BYTES, np.uint8)
+        seconds = []
+        for _ in range(4):  # the first one faults the pages in
+            start = time.perf_counter()
+            self._library.read_sum(data.ctypes.data, len(data), threads)
+            seconds.append(time.perf_counter() - start)
+        return len(data) / min(seconds[1:])
 
     def figures(self):
         return {}

@@ -1,0 +1,157 @@
+"""The figures of a run: how fast, how close to the machine's limit, how much memory; as a table or as JSON."""
+
+import math
+import os
+import statistics
+import time
+
+PERCENTILES = (50, 90, 99)
+
+
+def process_age():
+    """Seconds since this process started (to the kernel's 10 ms)."""
+    with open("/proc/self/stat") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def percentile(values, percent):
+    """The nearest-rank percentile: the smallest value that at least so many percent of the values do not exceed."""
+    return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
+
+
+class Meter:
+    """Collects a run's times and takes its counters from the engine's state.
+
+    ttft, itl: seconds; add to them as the run goes. A step gives one token to each of `rows` rows.
+    """
+
+    def __init__(self, engine, process_seconds):
+        self.engine = engine
+        self.cold_start = {"process": process_seconds, **engine.seconds}
+        self.ttft, self.itl = [], []
+        self.prefilled = self.decoded = 0
+        self.start_resident = 0
+        self._decode_reads = 0
+        self._routed = engine.state("routed_tokens").copy()
+
+    def restart(self):
+        """Forgets the warm-up."""
+        self.ttft, self.itl = [], []
+        self.prefilled = self.decoded = self._decode_reads = 0
+        self._routed = self.engine.state("routed_tokens").copy()
+
+    def prefill(self, num_tokens, call, *arguments):
+        """Times call(*arguments), which prefills num_tokens and gives a first token. Returns what it returned."""
+        start = time.perf_counter()
+        result = call(*arguments)
+        self.ttft.append(time.perf_counter() - start)
+        self.prefilled += num_tokens
+        self.cold_start.setdefault("first token", self.ttft[-1])
+        self.start_resident = self.start_resident or resident_bytes()
+        return result
+
+    def decode(self, num_tokens, call, *arguments):
+        """Times call(*arguments), one step that gives num_tokens tokens. Returns what it returned."""
+        before = self._experts_read()
+        start = time.perf_counter()
+        result = call(*arguments)
+        self.itl.append(time.perf_counter() - start)
+        self._decode_reads += self._experts_read() - before
+        self.decoded += num_tokens
+        return result
+
+    def _experts_read(self):
+        return int(self.engine.state("experts_read")[0, 0])
+
+    def figures(self):
+        """Everything measured, in the units that the names say, for --json; the table prints these."""
+        engine, resident = self.engine, resident_bytes()  # before the probe below adds its buffer
+        routed = (engine.state("routed_tokens") - self._routed).ravel().tolist()
+        figures = {
+            "backend": engine.path, "why_host": engine.why_host, "threads": engine.threads,
+            "library": engine.library.file, "model": engine.checkpoint.path,
+            "cold_start_ms": {name: seconds * 1e3 for name, seconds in self.cold_start.items()},
+            "ttft_ms": _percentiles(self.ttft), "itl_ms": _percentiles(self.itl),
+            "prefill_tokens_per_s": self.prefilled / sum(self.ttft),
+            "decode_tokens_per_s": self.decoded / sum(self.itl) if self.itl else None,
+            "resident_mib": resident / 2**20, "resident_growth_mib": (resident - self.start_resident) / 2**20,
+            "routed_tokens_per_expert": {"min": min(routed), "median": statistics.median(routed), "max": max(routed)},
+        }
+        if self.itl:
+            figures.update(self._bandwidth())
+        figures.update(engine.memory.figures())
+        return figures
+
+    def _bandwidth(self):
+        dense, expert = weight_bytes(self.engine.checkpoint)
+        touched = dense * len(self.itl) + expert * self._decode_reads
+        ceiling = self.engine.memory.read_bandwidth(self.engine.checkpoint, self.engine.threads)
+        rate = touched / sum(self.itl)
+        return {"weight_bytes_per_token": touched / self.decoded, "weight_gb_per_s": rate / 1e9,
+                "read_gb_per_s": ceiling / 1e9, "fraction_of_read_bandwidth": rate / ceiling}
+
+
+def weight_bytes(checkpoint):
+    """Stored bytes that every step reads, and those of one expert in one layer.
+
+    Of an embedding that is not also the LM head a step reads a few rows: not counted.
+    """
+    dense = experts = 0
+    for name, view in checkpoint.tensors.items():
+        if "experts" in name:
+            experts += view.nbytes
+        elif name != "embed" or checkpoint.header["tied_embeddings"]:
+            dense += view.nbytes
+    return dense, experts / (checkpoint.header["num_experts"] * checkpoint.header["num_layers"])
+
+
+def table(figures):
+    """The figures as lines of text; one begins with `P99 latency:`."""
+    cold = figures["cold_start_ms"]
+    routed = figures["routed_tokens_per_expert"]
+    decode, prefill = figures["decode_tokens_per_s"], figures["prefill_tokens_per_s"]
+    note = f" ({figures['why_host']})" if figures["why_host"] else ""
+    lines = [
+        ("backend", f"{figures['backend']}, {figures['threads']} threads{note}"),
+        ("library", figures["library"]),
+        ("cold start", f"{sum(cold.values()):.1f} ms: "
+                       + ", ".join(f"{name} {value:.1f}" for name, value in cold.items())),
+        ("TTFT", _times(figures["ttft_ms"])),
+        ("ITL", _times(figures["itl_ms"])),
+        ("tokens/s", f"{_number(decode)} decoded, {_number(prefill)} prefilled"),
+        ("memory", f"{figures['resident_mib']:.1f} MiB resident"),
+    ]
+    if "weight_bytes_per_token" in figures:
+        share = f"{figures['fraction_of_read_bandwidth']:.2f} of the {figures['read_gb_per_s']:.1f} GB/s"
+        touched = f"{figures['weight_bytes_per_token'] / 2**20:.2f} MiB a token"
+        lines.append(("weights", f"{touched}, at {figures['weight_gb_per_s']:.1f} GB/s: {share} that this machine reads"))
+    spread = ", ".join(f"{name} {_number(value)}" for name, value in routed.items())
+    lines.append(("routing", f"tokens per expert: {spread}"))
+    latency, what = (figures["itl_ms"], "token") if figures["itl_ms"] else (figures["ttft_ms"], "first token")
+    text = [f"{label:<12}{value}" for label, value in lines]
+    return "\n".join([*text, f"P99 latency: {latency['p99']:.3f} ms a {what}"])
+
+
+def _percentiles(seconds):
+    """{"p50": ms, ..., "max": ms, "count": n}, or None without a value."""
+    if not seconds:
+        return None
+    figures = {f"p{percent}": percentile(seconds, percent) * 1e3 for percent in PERCENTILES}
+    return {**figures, "max": max(seconds) * 1e3, "count": len(seconds)}
+
+
+def _times(figures):
+    if figures is None:
+        return "none measured"
+    return (f"P50 {figures['p50']:.3f}, P90 {figures['p90']:.3f}, P99 {figures['p99']:.3f}, max {figures['max']:.3f} ms "
+            f"({figures['count']} measured)")
+
+
+def _number(value):
+    return "none" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.4g}"

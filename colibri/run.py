@@ -1,0 +1,323 @@
+"""The command line: python -m colibri.run --model model.bin ..."""
+
+import argparse
+import json
+import os
+import signal
+import stat
+import sys
+import tempfile
+
+import numpy as np
+
+from colibri import report
+from colibri.checkpoint import Checkpoint
+from colibri.engine import BACKENDS, MAX_THREADS, Engine, Sampler, check_sampler
+from colibri.errors import ColibriError
+
+DESCRIPTION = """\
+Runs a model. Three kinds of run, each ending in a table of its figures:
+  --prompt TEXT             text: the continuation streams to stdout, byte by byte
+  --input x.npy --output y.npy   a bare stack of MoE layers: hidden states in, hidden states out
+  neither                   latency: random tokens, prefilled, then decoded, timed"""
+
+EXAMPLES = """\
+examples:
+  python -m colibri.run --model moe-32.bin --prompt "It was the custom of "
+  python -m colibri.run --model moe-32.bin --prompt @chapter.txt --temperature 0.8 --top-p 0.9 --seed 7
+  python -m colibri.run --model moe-32.bin --batch-size 8 --seq-len 256 --repeat 100 --json
+  python -m colibri.run --model stack.bin --input x.npy --output y.npy"""
+
+TEXT_OPTIONS = ("temperature", "top_k", "top_p")
+LATENCY_OPTIONS = ("batch_size", "seq_len", "warmup", "repeat")
+NEW_TOKENS = {"text": 200, "latency": 16}
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes are one line, like every other error."""
+
+    def error(self, message):
+        raise ColibriError(message.replace("argument ", "", 1) + "; see python -m colibri.run --help")
+
+
+def parse(arguments):
+    parser = Parser(prog="python -m colibri.run", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", metavar="FILE", required=True, help="the .bin that python -m converter wrote")
+    add("--backend", type=_choice("--backend", BACKENDS), default="auto", metavar="|".join(BACKENDS),
+        help="auto takes a GPU where there is one, and says why not otherwise")
+    add("--threads", type=_int("--threads", 1, MAX_THREADS), metavar="N", help="host threads (default: all processors)")
+    add("--num-experts", type=_int("--num-experts", 1), metavar="N", help="check: the model must have so many experts")
+    add("--k", type=_int("--k", 1), metavar="N", help="check: the model must use so many experts a token")
+    add("--no-build", action="store_true", help="never run make: a library that is not there is an error")
+    add("--json", action="store_true", help="the figures (and the text) as JSON on stdout, nothing else there")
+    add("--seed", type=_int("--seed", 0), default=0, metavar="N", help="of sampling and of random input (default 0)")
+    add("--max-new-tokens", type=_int("--max-new-tokens", 1), metavar="N",
+        help=f"tokens to generate (default {NEW_TOKENS['text']}, or {NEW_TOKENS['latency']} in a latency run, "
+             "or what fits the context)")
+    text = parser.add_argument_group("text run")
+    text.add_argument("--prompt", metavar="TEXT|@FILE|-", help="the text to continue, a file of it, or - for stdin")
+    text.add_argument("--temperature", type=_float("--temperature"), metavar="X", help="0 (default) is greedy")
+    text.add_argument("--top-k", type=_int("--top-k", 0), metavar="N", help="draw from the N likeliest; 0: all")
+    text.add_argument("--top-p", type=_float("--top-p"), metavar="X",
+                      help="draw from the likeliest that together reach X; 1: all")
+    latency = parser.add_argument_group("latency run")
+    latency.add_argument("--batch-size", type=_int("--batch-size", 1), metavar="N", help="sequences at once (default 1)")
+    latency.add_argument("--seq-len", type=_int("--seq-len", 2), metavar="N",
+                         help="tokens of a sequence, of which the last --max-new-tokens are generated (default 128)")
+    latency.add_argument("--warmup", type=_int("--warmup", 0), metavar="N", help="rounds not counted (default 1)")
+    latency.add_argument("--repeat", type=_int("--repeat", 1), metavar="N", help="rounds counted (default 10)")
+    stack = parser.add_argument_group("stack run")
+    stack.add_argument("--input", metavar="X.npy", help="float32 or float16 [tokens, hidden]")
+    stack.add_argument("--output", metavar="Y.npy", help="float32 of the same shape, written when complete")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        valid = " ".join(name for action in parser._actions for name in action.option_strings)
+        raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
+    options.kind = "text" if options.prompt is not None else "stack" if options.input or options.output else "latency"
+    _check_kind(options)
+    return options
+
+
+def _check_kind(options):
+    """An option that the kind of run would ignore is a mistake."""
+    if options.kind == "stack" and not (options.input and options.output):
+        missing = "--output" if options.input else "--input"
+        raise ColibriError(f"{missing}: missing, expected with the other; hidden states go from --input to --output")
+    foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
+               "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",)}
+    for name in foreign[options.kind]:
+        if getattr(options, name) is not None:
+            raise ColibriError(f"--{name.replace('_', '-')}: given, expected only without "
+                               f"{'--prompt' if options.kind == 'text' else '--input'}" if options.kind != "latency" else
+                               f"--{name.replace('_', '-')}: given, expected only with --prompt")
+
+
+def _choice(option, values):
+    def check(text):
+        if text not in values:
+            raise ColibriError(f"{option}: {text}, expected one of {', '.join(values)}")
+        return text
+    return check
+
+
+def _int(option, low, high=None):
+    def check(text):
+        limit = f"{low} to {high}" if high else f"{low} or more"
+        try:
+            value = int(text)
+        except ValueError:
+            raise ColibriError(f"{option}: {text}, expected an integer, {limit}") from None
+        if value < low or (high and value > high):
+            raise ColibriError(f"{option}: {text}, expected {limit}")
+        return value
+    return check
+
+
+def _float(option):
+    def check(text):
+        try:
+            return float(text)
+        except ValueError:
+            raise ColibriError(f"{option}: {text}, expected a number") from None
+    return check
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    checkpoint = Checkpoint(options.model)
+    for name in ("num_experts", "k"):
+        wanted = getattr(options, name)
+        if wanted is not None and wanted != checkpoint.header[name]:
+            raise ColibriError(f"--{name.replace('_', '-')}: {wanted}, expected {checkpoint.header[name]} as in "
+                               f"{options.model}; the model decides, leave the option out")
+    process_seconds = report.process_age()
+    run = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
+    prepared = prepare(options, checkpoint)
+    with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build) as engine:
+        meter = report.Meter(engine, process_seconds)
+        extra = run(engine, options, meter, prepared)
+        figures = {**extra, **meter.figures()}
+    print(json.dumps(figures) if options.json else report.table(figures))
+
+
+def prepare(options, checkpoint):
+    """What can be wrong with the input is found before a library is built: the prompt's bytes, or the array."""
+    if options.kind == "text":
+        return read_prompt(options.prompt, checkpoint)
+    return read_array(options.input, checkpoint) if options.kind == "stack" else None
+
+
+def read_prompt(prompt, checkpoint):
+    if checkpoint.header["vocab_size"] != 256:
+        raise ColibriError(f"{checkpoint.path}: vocab_size={checkpoint.header['vocab_size']}, expected 256 for --prompt, "
+                           "where a token is a byte; use a latency run, or the Python API with token numbers")
+    try:
+        if prompt == "-":
+            text = sys.stdin.buffer.read()
+        elif prompt.startswith("@"):
+            with open(prompt[1:], "rb") as file:
+                text = file.read()
+        else:
+            text = os.fsencode(prompt)
+    except OSError as error:
+        raise ColibriError(f"--prompt: {prompt}: {error.strerror}, expected a file of text") from None
+    if not text:
+        raise ColibriError("--prompt: 0 bytes, expected at least 1; the model needs something to continue")
+    return text
+
+
+def run_text(engine, options, meter, prompt):
+    sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
+                                    1.0 if options.top_p is None else options.top_p, options.seed), "--")
+    room = engine.room(len(prompt))
+    count = options.max_new_tokens or min(NEW_TOKENS["text"], room)
+    if count > room:
+        raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {len(prompt)} bytes in "
+                           f"a context of {engine.context}")
+    text = bytearray()
+    with engine.session() as session:
+        tokens = meter.prefill(len(prompt), engine.step, [(session, prompt)], [sampler])
+        while True:
+            text += bytes(tokens)
+            if not options.json:
+                sys.stdout.buffer.write(bytes(tokens))
+                sys.stdout.buffer.flush()
+            if len(text) == count:
+                break
+            tokens = meter.decode(1, engine.step, [(session, tokens)], [sampler])
+    if not options.json:
+        print("\n")
+    return {"text": text.decode(errors="replace")}
+
+
+def run_latency(engine, options, meter, _):
+    header = engine.checkpoint.header
+    batch_size, seq_len = options.batch_size or 1, options.seq_len or 128
+    new_tokens = options.max_new_tokens or min(NEW_TOKENS["latency"], seq_len - 1)
+    for option, value, limit, macro in (("--batch-size", batch_size, engine.library.baked["max_batch"], "MAX_BATCH"),
+                                        ("--seq-len", seq_len, engine.context, "MAX_SEQ_LEN")):
+        if value > limit:
+            raise ColibriError(f"{option}: {value}, expected at most {limit}, which the library was built for; "
+                               f"lower it, or raise {macro} with DEFINES=-D{macro}={value} in the environment")
+    if new_tokens >= seq_len:
+        raise ColibriError(f"--max-new-tokens: {new_tokens}, expected fewer than --seq-len {seq_len}, which counts them")
+    warmup = 1 if options.warmup is None else options.warmup
+    repeat = options.repeat or 10
+    generator = np.random.default_rng(options.seed)
+    one_round = _token_round if header["vocab_size"] else _stack_round
+    for index in _progress(warmup + repeat):
+        if index == warmup:
+            meter.restart()
+        one_round(engine, meter, generator, batch_size, seq_len - new_tokens, new_tokens)
+    return {"batch_size": batch_size, "seq_len": seq_len, "new_tokens": new_tokens, "repeat": repeat}
+
+
+def _token_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
+    """Random prompts, prefilled at once, then one token a step for every sequence."""
+    sessions = [engine.session() for _ in range(batch_size)]
+    prompts = generator.integers(0, engine.checkpoint.header["vocab_size"], (batch_size, prompt_len), dtype=np.int32)
+    samplers = [Sampler()] * batch_size
+    tokens = meter.prefill(prompts.size, engine.step, list(zip(sessions, prompts)), samplers)
+    for _ in range(new_tokens - 1):
+        work = [(session, [token]) for session, token in zip(sessions, tokens)]
+        tokens = meter.decode(batch_size, engine.step, work, samplers)
+    for session in sessions:
+        session.close()
+
+
+def _stack_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
+    """The same for hidden states: random rows of the same counts."""
+    hidden = engine.checkpoint.header["hidden"]
+    x = generator.standard_normal((batch_size * prompt_len, hidden), dtype=np.float32)
+    meter.prefill(len(x), engine.stack, x)
+    for _ in range(new_tokens - 1):
+        x = generator.standard_normal((batch_size, hidden), dtype=np.float32)
+        meter.decode(batch_size, engine.stack, x)
+
+
+def _progress(count):
+    """range(count), with a bar on a terminal when it takes longer than two seconds."""
+    if not sys.stderr.isatty():
+        return range(count)
+    from tqdm import tqdm  # 30 ms that a run without a terminal does not need
+    return tqdm(range(count), delay=2, leave=False, unit="round")
+
+
+def read_array(path, checkpoint):
+    """The checked hidden states of --input, mapped."""
+    hidden = checkpoint.header["hidden"]
+    try:
+        x = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise ColibriError(f"{path}: {reason}, expected an .npy file of numbers; write it with numpy.save") from None
+    if not isinstance(x, np.ndarray) or x.dtype not in (np.float32, np.float16):
+        raise ColibriError(f"{path}: dtype={getattr(x, 'dtype', 'an archive')}, expected float32 or float16")
+    if x.ndim != 2 or x.shape[1] != hidden or len(x) == 0:
+        raise ColibriError(f"{path}: shape={x.shape}, expected (tokens, {hidden}) from hidden={hidden}")
+    return x
+
+
+def run_stack(engine, options, meter, x):
+    y = np.empty(x.shape, np.float32)
+    for start in range(0, len(x), engine.max_tokens):
+        rows = x[start:start + engine.max_tokens]
+        if not np.isfinite(rows).all():
+            row = start + int(np.argmin(np.isfinite(rows).all(axis=1)))
+            raise ColibriError(f"{options.input}: row {row} holds NaN or inf, expected finite numbers")
+        y[start:start + len(rows)] = meter.prefill(len(rows), engine.stack, rows)
+    write_array(options.output, y)
+    return {"tokens": len(x)}
+
+
+def write_array(path, array):
+    """Writes an .npy whole or not at all: a temporary file beside it, then a rename."""
+    try:
+        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):  # a device or a pipe is written to as it is
+            with open(path, "wb") as file:
+                np.save(file, array)
+            return
+        folder = os.path.dirname(path) or "."
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=os.path.basename(path) + ".", delete=False) as file:
+            try:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o666 & ~_umask())
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise ColibriError(f"{path}: {error.strerror or error}, expected to write {array.nbytes} bytes there; "
+                           "choose another --output") from None
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def command():
+    """main() as a program: one line and status 2 for a mistake, 130 for Ctrl-C, quiet when the reader goes away."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        main()
+        sys.stdout.flush()
+        return 0
+    except ColibriError as error:
+        message, status = str(error), 2
+    except KeyboardInterrupt:
+        message, status = "interrupted", 130
+    except OSError as error:
+        message, status = f"stdout: {error.strerror}, expected to write the results there", 2
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
+    print(message, file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(command())
