@@ -6,16 +6,18 @@ typedef struct Attention {
     int layer;
 } Attention;
 
+/* 1 in a model without attention, where nothing calls this: so that nothing divides by zero. */
+enum { KV_HEADS = NUM_HEADS ? NUM_KV_HEADS : 1, GROUP = NUM_HEADS ? NUM_HEADS / KV_HEADS : 1 };
+
 /* One item is a token and a KV head, with all query heads that share it. */
 static void attend_item(const void *job, long item) {
     const Attention *a = job;
     const Model *m = a->model;
-    const int num_kv_heads = NUM_KV_HEADS, group = NUM_HEADS / (num_kv_heads ? num_kv_heads : 1);
-    int64_t t = item / num_kv_heads;
-    int kv_head = item % num_kv_heads;
+    int64_t t = item / KV_HEADS;
+    int kv_head = item % KV_HEADS;
     int64_t cache_head = ((int64_t)a->layer * m->num_slots + m->batch->slots[t]) * NUM_KV_HEADS + kv_head;
     int64_t at = cache_head * MAX_SEQ_LEN * HEAD_DIM;
-    for (int head = kv_head * group; head < (kv_head + 1) * group; head++)
+    for (int head = kv_head * GROUP; head < (kv_head + 1) * GROUP; head++)
         a->kernels->attend(m->state.attention + (t * NUM_HEADS + head) * HEAD_DIM,
                            m->state.qkv + (t * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM,
                            m->state.key_cache + at, m->state.value_cache + at, m->batch->positions[t] + 1);

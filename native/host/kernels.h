@@ -26,7 +26,7 @@ INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~m
 #if AVX2
 INLINE vec splat(float x) { return _mm256_set1_ps(x); }
 INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE float fma_one(float a, float b, float c) { return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c))); }
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 INLINE vec load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 INLINE vec load_bf16(const uint16_t *p) {
     return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
@@ -147,12 +147,14 @@ INLINE vec exponential(vec high, vec low) {
     return p * (vec)((half + 127) << 23) * (vec)((whole - half + 127) << 23);
 }
 
-/* x/2 erfc(-x/sqrt(2)): erfc by the Chebyshev fit t exp(-z^2 + P(t)), t = 1/(1 + z/2), whose relative error stays under
- * 1.2e-7 as far as exp reaches. -z^2 is split in two because its rounding would be multiplied by z^2. */
+/* x/2 erfc(-x/sqrt(2)): erfc(z) by the Chebyshev fit t exp(-z^2 + P(t)), t = 1/(1 + z/2), whose relative error stays
+ * under 1.2e-7 as far as exp reaches. -z^2 = -x^2/2 is split into an exact part and a small one, because its own
+ * rounding would count z^2 times as much in the result. */
 INLINE vec gelu(vec x) {
-    vec z = (vec)((ivec)(x * 0.70710678f) & 0x7fffffff);
-    vec t = 1.0f / fma_(z, splat(0.5f), splat(1.0f));
-    vec z_high = (vec)((ivec)z & 0x7ffff000);
+    vec size = (vec)((ivec)x & 0x7fffffff);
+    size = choose(size > 16.0f, splat(16.0f), size); /* where erfc has long been 0 */
+    vec size_high = (vec)((ivec)size & 0x7ffff000);
+    vec t = 1.0f / fma_(size, splat(0.35355339f), splat(1.0f));
     vec p = splat(0.17087277f);
     p = fma_(p, t, splat(-0.82215223f));
     p = fma_(p, t, splat(1.48851587f));
@@ -163,7 +165,8 @@ INLINE vec gelu(vec x) {
     p = fma_(p, t, splat(0.37409196f));
     p = fma_(p, t, splat(1.00002368f));
     p = fma_(p, t, splat(-1.26551223f));
-    vec tail = t * exponential(-z_high * z_high, fma_(z_high - z, z_high + z, p)); /* erfc(z) */
+    vec low = fma_(0.5f * (size_high - size), size_high + size, p);
+    vec tail = t * exponential(-0.5f * size_high * size_high, low); /* erfc(|z|) */
     return 0.5f * x * choose(x > 0.0f, 2.0f - tail, tail);
 }
 

@@ -21,7 +21,8 @@ static void run_item(const void *job, long item) {
     int expert = p->active[active], begin = p->offsets[expert], num_rows = p->offsets[expert + 1] - begin;
     int num_chunks = CEIL_DIV(num_rows, TOKEN_CHUNK);
     int panel = (int)((item - items->first[active]) / num_chunks), chunk = (item - items->first[active]) % num_chunks;
-    int from = begin + (int64_t)num_rows * chunk / num_chunks, to = begin + (int64_t)num_rows * (chunk + 1) / num_chunks;
+    int from = begin + (int)((int64_t)num_rows * chunk / num_chunks);
+    int to = begin + (int)((int64_t)num_rows * (chunk + 1) / num_chunks);
 
     const float *in[TOKEN_CHUNK];
     PanelSums sums[TOKEN_CHUNK] __attribute__((aligned(64)));

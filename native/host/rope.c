@@ -6,14 +6,15 @@
 /* Cosines and sines of this step's positions, once for all layers. The angle is taken in double: a rounding of it
  * would grow with the position. */
 void host_fill_rope_table(const Model *m, int num_tokens) {
+    const int half = HEAD_DIM / 2;
     float *row = rope_table(m);
     double frequency[HEAD_DIM / 2 + 1];
-    for (int i = 0; i < HEAD_DIM / 2; i++) frequency[i] = pow(m->header.rope_theta, -2.0 * i / HEAD_DIM);
+    for (int i = 0; i < half; i++) frequency[i] = pow(m->header.rope_theta, -(double)i / half);
     for (int t = 0; t < num_tokens; t++, row += HEAD_DIM)
-        for (int i = 0; i < HEAD_DIM / 2; i++) {
+        for (int i = 0; i < half; i++) {
             double angle = m->batch->positions[t] * frequency[i];
             row[i] = (float)cos(angle);
-            row[HEAD_DIM / 2 + i] = (float)sin(angle);
+            row[half + i] = (float)sin(angle);
         }
 }
 

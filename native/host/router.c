@@ -177,7 +177,8 @@ int host_router(Model *m, int num_tokens, int layer, const float *input) {
         .panels = weights->router, .is_float = 1, .input = input, .output = m->state.router_logits,
         .columns = HIDDEN, .outputs = NUM_EXPERTS});
     Route route = {m, ROUTER_BIAS ? weights->router_bias : NULL};
-    parallel_for(m->num_threads, num_tokens, 2000.0 * num_tokens * CEIL_DIV(NUM_EXPERTS, SORT_LANES), route_token, &route);
+    double cost = 2000.0 * num_tokens * CEIL_DIV(NUM_EXPERTS, SORT_LANES);
+    parallel_for(m->num_threads, num_tokens, cost, route_token, &route);
     for (int t = 0; t < num_tokens; t++)
         if (m->state.expert_ids[(int64_t)t * K] < 0) {
             m->batch->fault = FAULT_ROUTER_LOGIT;
