@@ -18,8 +18,8 @@ STACK = {**DENSE, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "vocab_size"
 
 def write_model(path, shape=DENSE, seed=0, **changes):
     """A random model of that shape. Padding rows are random too: nothing may depend on them but as zeros in ffn."""
-    shape = {**shape, **changes}
     structs, constants = headers.default().structs, headers.default().constants
+    shape = {**dict.fromkeys(structs["BinHeader"].names, 0), **shape, **changes}
     tensors = headers.default().tensors(shape)
     generator = np.random.default_rng(seed)
     directory = np.zeros(len(tensors), structs["BinTensor"])
