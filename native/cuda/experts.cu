@@ -1,0 +1,340 @@
+/* The experts' products for few tokens: experts_up with its activation, experts_down, and the sum over slots.
+ *
+ * Bound by reading weights, so a block an SM stays busy with a fixed share of the items (tile of one expert's tokens,
+ * panel, part of the columns), and every warp keeps its own ring of copies in flight across items. Weights are the
+ * first operand of the matrix instruction, tokens its 8 columns.
+ *
+ * The order of every sum is fixed by the shape: a warp takes each WARPS-th piece of its item, then warps are added in
+ * order, then, by the last of a panel's parts to arrive, the parts in order. */
+#include "moe.cuh"
+#include "ring.cuh"
+
+namespace {
+
+#ifndef EXPERT_WARPS
+#define EXPERT_WARPS 4
+#endif
+constexpr int WARPS = EXPERT_WARPS;
+constexpr int THREADS = WARPS * 32;
+constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
+constexpr int SUM_ROWS = PANEL_ROWS + 4; /* padded, so that a warp's stores meet no bank twice */
+
+/* Up to 8 * COLUMNS_OF_8 tokens of one expert: assignments [first, first + count). */
+struct Tile {
+    int16_t expert, count;
+    int32_t first;
+};
+
+struct Shared {
+    alignas(1024) char rings[WARPS][RING_BYTES];
+    float sums[WARPS][8][SUM_ROWS];
+    uint64_t full[WARPS][RING_STAGES];
+    Tile tiles[TILE_BOUND];
+    int num_tiles;
+    int is_last;
+    uint16_t assignments[DECODE_ASSIGNMENTS];
+};
+
+/* What one product reads and writes. */
+struct Job {
+    Panels panels;
+    const float *input;         /* (num_tokens or num_tokens * K, COLUMNS) */
+    float *output;              /* (num_tokens * K, OUTPUTS) */
+    const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
+    const int32_t *assignments; /* (num_tokens * K) */
+    float *partials;            /* (SPLITS, DECODE_ASSIGNMENTS, PANELS * PANEL_ROWS) */
+    int32_t *arrived;           /* (tiles, PANELS) */
+};
+
+/* The routing as a list of tiles, and the assignments, in shared memory. Ends with a barrier. */
+__device__ void list_tiles(Shared &s, const Job &job, int tile_tokens) {
+    int lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < DECODE_ASSIGNMENTS; i += THREADS) s.assignments[i] = job.assignments[i];
+    if (threadIdx.x < 32) {
+        int begin[PER_LANE], end[PER_LANE], num_tiles = 0;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            int e = min(lane + j * 32, NUM_EXPERTS - 1);
+            begin[j] = job.offsets[e];
+            end[j] = lane + j * 32 < NUM_EXPERTS ? job.offsets[e + 1] : begin[j];
+        }
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            int own = (end[j] - begin[j] + tile_tokens - 1) / tile_tokens, up_to = own;
+            for (int offset = 1; offset < 32; offset *= 2) {
+                int before = __shfl_up_sync(~0u, up_to, offset);
+                if (lane >= offset) up_to += before;
+            }
+            for (int i = 0; i < own; i++) {
+                int first = begin[j] + i * tile_tokens;
+                s.tiles[num_tiles + up_to - own + i] = {(int16_t)(lane + j * 32),
+                                                        (int16_t)min(end[j] - first, tile_tokens), first};
+            }
+            num_tiles += __shfl_sync(~0u, up_to, 31);
+        }
+        if (lane == 0) s.num_tiles = num_tiles;
+    }
+    __syncthreads();
+}
+
+/* An item of the product, and where a warp stands in it. */
+template <class P> struct Cursor {
+    int item, tile, panel, split;
+    int chunk, end; /* pieces of this warp: chunk, chunk + WARPS, ... < end */
+
+    static constexpr int CHUNKS = ceil_div(P::COLUMNS, CHUNK), PART = ceil_div(CHUNKS, P::SPLITS);
+
+    __device__ void start(int next_item) {
+        item = next_item;
+        split = item % P::SPLITS;
+        panel = item / P::SPLITS % P::PANELS;
+        tile = item / P::SPLITS / P::PANELS;
+        chunk = split * PART + threadIdx.x / 32;
+        end = min(split * PART + PART, CHUNKS);
+    }
+
+    /* To the next piece, in this item or in the block's next one that has a piece for this warp. */
+    __device__ void settle(int num_items) {
+        while (chunk >= end && item < num_items) start(item + gridDim.x);
+    }
+};
+
+/* Columns 2t, 2t+1, 2t+8, 2t+9, ... of a piece of one row, t = lane % 4: what a lane holds of the second operand. */
+template <class P> __device__ __forceinline__ void load_input(float2 (&x)[CHUNK / 8], const float *row, int chunk) {
+    int first = chunk * CHUNK + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < CHUNK / 8; i++) {
+        int c = first + i * 8;
+        x[i] = make_float2(0.0f, 0.0f);
+        if (!row) continue;
+        if constexpr (P::COLUMNS % CHUNK == 0) {
+            x[i] = *(const float2 *)(row + c);
+        } else {
+            if (c < P::COLUMNS) x[i].x = row[c];
+            if (c + 1 < P::COLUMNS) x[i].y = row[c + 1];
+        }
+    }
+}
+
+/* acc += one piece of weights times the tokens' inputs. */
+template <int COLUMNS_OF_8>
+__device__ __forceinline__ void multiply(float (&acc)[COLUMNS_OF_8][4][4], uint32_t stage,
+                                         const float2 (&x)[COLUMNS_OF_8][CHUNK / 8]) {
+#pragma unroll
+    for (int step = 0; step < CHUNK / 16; step++) {
+        uint32_t b[COLUMNS_OF_8][2];
+#pragma unroll
+        for (int n = 0; n < COLUMNS_OF_8; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) b[n][i] = to_weights(x[n][step * 2 + i].x, x[n][step * 2 + i].y);
+#pragma unroll
+        for (int tile = 0; tile < 4; tile++) {
+            uint32_t a[4];
+            load_tile(a, stage, tile, step);
+#pragma unroll
+            for (int n = 0; n < COLUMNS_OF_8; n++) multiply_add(acc[n][tile], a, b[n][0], b[n][1]);
+        }
+    }
+}
+
+/* One warp's sums of 8 tokens, to be added up. Rows g and g + 8 of each 16, tokens 2t and 2t + 1. */
+__device__ __forceinline__ void store_sums(float (*sums)[SUM_ROWS], const float (&acc)[4][4]) {
+    int row = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[token + i % 2][tile * 16 + row + i / 2 * 8] = acc[tile][i];
+}
+
+__device__ __forceinline__ float add_warps(const Shared &s, int token, int row) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += s.sums[w][token][row];
+    return sum;
+}
+
+/* Writes the outputs of one panel for tokens [0, count) of a tile; value(token, row) is a sum. */
+template <class P, class Value>
+__device__ __forceinline__ void write_outputs(const Job &job, int panel, int count, const uint16_t *rows, Value value) {
+    constexpr int PER_PANEL = P::IS_GATED ? PANEL_ROWS / 2 : PANEL_ROWS;
+    for (int i = threadIdx.x; i < count * PER_PANEL; i += THREADS) {
+        int token = i / PER_PANEL, place = i % PER_PANEL, output = panel * PER_PANEL + place;
+        float result;
+        if constexpr (P::IS_GATED) {
+            int row = place / GATE_GROUP * 2 * GATE_GROUP + place % GATE_GROUP;
+            result = activate(value(token, row)) * value(token, row + GATE_GROUP);
+        } else {
+            result = P::ACTIVATES ? activate(value(token, place)) : value(token, place);
+        }
+        if (output < P::OUTPUTS) job.output[(int64_t)rows[token] * P::OUTPUTS + output] = result;
+    }
+}
+
+/* True in the last of a panel's parts to get here; what the others wrote before can be read then. */
+template <class P> __device__ bool is_last_part(Shared &s, int32_t *arrived) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        s.is_last = atomicAdd(arrived, 1) == P::SPLITS - 1;
+        if (s.is_last) *arrived = 0; /* for the next product */
+    }
+    __syncthreads();
+    if (s.is_last) __threadfence();
+    return s.is_last;
+}
+
+template <class P, int COLUMNS_OF_8>
+__device__ void finish_item(Shared &s, const Job &job, const Cursor<P> &at, const Tile &tile,
+                            const float (&acc)[COLUMNS_OF_8][4][4]) {
+    constexpr int ROWS = P::PANELS * PANEL_ROWS;
+    const uint16_t *rows = s.assignments + tile.first;
+#pragma unroll
+    for (int n = 0; n < COLUMNS_OF_8; n++) {
+        int count = min(tile.count - n * 8, 8);
+        if (count <= 0) break;
+        __syncthreads(); /* the sums before these have been read */
+        store_sums(s.sums[threadIdx.x / 32], acc[n]);
+        __syncthreads();
+        if constexpr (P::SPLITS == 1) {
+            write_outputs<P>(job, at.panel, count, rows + n * 8, [&](int t, int row) { return add_warps(s, t, row); });
+        } else {
+            float *part = job.partials + ((int64_t)at.split * DECODE_ASSIGNMENTS + tile.first + n * 8) * ROWS;
+            for (int i = threadIdx.x; i < count * PANEL_ROWS; i += THREADS)
+                part[i / PANEL_ROWS * ROWS + at.panel * PANEL_ROWS + i % PANEL_ROWS] =
+                    add_warps(s, i / PANEL_ROWS, i % PANEL_ROWS);
+        }
+    }
+    if constexpr (P::SPLITS > 1) {
+        if (!is_last_part<P>(s, job.arrived + at.tile * P::PANELS + at.panel)) return;
+        const float *parts = job.partials + (int64_t)tile.first * ROWS + at.panel * PANEL_ROWS;
+        write_outputs<P>(job, at.panel, tile.count, rows, [&](int token, int row) {
+            float part[P::SPLITS], sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < P::SPLITS; i++)
+                part[i] = __ldcg(&parts[((int64_t)i * DECODE_ASSIGNMENTS + token) * ROWS + row]);
+#pragma unroll
+            for (int i = 0; i < P::SPLITS; i++) sum += part[i];
+            return sum;
+        });
+    }
+}
+
+/* One item's sums over this warp's pieces, refilling the ring behind itself. */
+template <class P, int COLUMNS_OF_8>
+__device__ void sum_item(float (&acc)[COLUMNS_OF_8][4][4], Ring &ring, Cursor<P> &ahead, const Cursor<P> &at,
+                         const Shared &s, const Job &job, int num_items) {
+    const Tile tile = s.tiles[at.tile];
+    const float *row[COLUMNS_OF_8];
+    float2 x[COLUMNS_OF_8][CHUNK / 8];
+#pragma unroll
+    for (int n = 0; n < COLUMNS_OF_8; n++) {
+        int token = n * 8 + threadIdx.x % 32 / 4;
+        row[n] = nullptr;
+        if (token < tile.count)
+            row[n] = job.input + (int64_t)(s.assignments[tile.first + token] / P::INPUT_DIVISOR) * P::COLUMNS;
+        if (at.chunk < at.end) load_input<P>(x[n], row[n], at.chunk);
+#pragma unroll
+        for (int i = 0; i < 16; i++) acc[n][i / 4][i % 4] = 0.0f;
+    }
+    for (int chunk = at.chunk; chunk < at.end; chunk += WARPS) {
+        float2 next_x[COLUMNS_OF_8][CHUNK / 8];
+#pragma unroll
+        for (int n = 0; n < COLUMNS_OF_8; n++) load_input<P>(next_x[n], row[n], min(chunk + WARPS, at.end - 1));
+        multiply<COLUMNS_OF_8>(acc, ring.next(), x);
+        __syncwarp(); /* the piece has been read by all lanes */
+        bool wanted = ahead.item < num_items;
+        int index = wanted ? ahead.panel * NUM_EXPERTS + s.tiles[ahead.tile].expert : 0;
+        ring.fill(job.panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
+        ahead.chunk += WARPS;
+        ahead.settle(num_items);
+#pragma unroll
+        for (int n = 0; n < COLUMNS_OF_8; n++)
+#pragma unroll
+            for (int i = 0; i < CHUNK / 8; i++) x[n][i] = next_x[n][i];
+    }
+}
+
+/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one still runs. */
+template <class P, int COLUMNS_OF_8>
+__global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(const __grid_constant__ Job job) {
+    extern __shared__ char memory[];
+    Shared &s = *(Shared *)(memory + (1024 - shared_address(memory) % 1024) % 1024);
+    int warp = threadIdx.x / 32;
+    Ring ring(s.rings[warp], s.full[warp]);
+    if (!P::ROUTED_BEFORE) {
+        pdl_wait();
+        pdl_trigger();
+    }
+    list_tiles(s, job, COLUMNS_OF_8 * 8);
+    int num_items = s.num_tiles * P::PANELS * P::SPLITS;
+    Cursor<P> ahead, at;
+    ahead.start(blockIdx.x);
+    ahead.settle(num_items);
+    for (int i = 0; i < RING_STAGES; i++) {
+        bool wanted = ahead.item < num_items;
+        int index = wanted ? ahead.panel * NUM_EXPERTS + s.tiles[ahead.tile].expert : 0;
+        ring.fill(job.panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
+        ahead.chunk += WARPS;
+        ahead.settle(num_items);
+    }
+    if (P::ROUTED_BEFORE) {
+        pdl_wait();
+        pdl_trigger();
+    }
+    for (at.start(blockIdx.x); at.item < num_items; at.start(at.item + gridDim.x)) {
+        float acc[COLUMNS_OF_8][4][4];
+        sum_item<P, COLUMNS_OF_8>(acc, ring, ahead, at, s, job, num_items);
+        finish_item<P, COLUMNS_OF_8>(s, job, at, s.tiles[at.tile], acc);
+    }
+}
+
+template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *weights, const float *input,
+                                     float *output, float *partials) {
+    Job job;
+    TRY(describe_panels(&job.panels, weights, P::COLUMNS, P::PANELS * NUM_EXPERTS));
+    job.input = input;
+    job.output = output;
+    job.offsets = m->state.expert_offsets;
+    job.assignments = m->state.assignments;
+    job.partials = partials;
+    job.arrived = moe(m)->arrived;
+    dim3 grid(num_multiprocessors());
+    size_t bytes = sizeof(Shared) + 1024;
+    if (num_tokens <= 8) return launch(m, P::NAME, experts_kernel<P, 1>, grid, THREADS, bytes, job);
+    return launch(m, P::NAME, experts_kernel<P, 2>, grid, THREADS, bytes, job);
+}
+
+/* A thread an output: x[t] = (residual ? x[t] : 0) + the slots' outputs in order. */
+__global__ void combine_kernel(float *x, const float *out, const float *weights, const Batch *batch, int residual) {
+    pdl_wait();
+    pdl_trigger();
+    int token = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (token >= batch->num_tokens || i >= HIDDEN) return;
+    float value[K], sum = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < K; slot++) value[slot] = out[((int64_t)token * K + slot) * HIDDEN + i];
+    float *to = x + (int64_t)token * HIDDEN + i;
+    float base = residual ? *to : 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < K; slot++) sum = fmaf(weights[token * K + slot], value[slot], sum);
+    *to = base + sum;
+}
+
+} // namespace
+
+int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    if (num_tokens > DECODE_TOKENS) return prefill_up(m, num_tokens, layer, input);
+    return launch_decode<Up>(m, num_tokens, layer->experts_up, input, m->state.expert_mid, moe(m)->up_partials[0][0]);
+}
+
+int cuda_experts_down(Model *m, int num_tokens, const Layer *layer) {
+    if (num_tokens > DECODE_TOKENS) return prefill_down(m, num_tokens, layer);
+    return launch_decode<Down>(m, num_tokens, layer->experts_down, m->state.expert_mid, m->state.expert_out,
+                               moe(m)->down_partials[0][0]);
+}
+
+int cuda_combine(Model *m, int num_tokens, int residual) {
+    dim3 grid(ceil_div(HIDDEN, 128), num_tokens);
+    return launch(m, "combine", combine_kernel, grid, 128, 0, m->state.x, m->state.expert_out,
+                  m->state.expert_weights, device_batch(m), residual);
+}

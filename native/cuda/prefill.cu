@@ -1,0 +1,185 @@
+/* The experts' products for many tokens: a grouped matrix product over the assignments, which router.cu has sorted.
+ *
+ * A block has two panels (128 rows) of one expert and up to 64 of its tokens; eight warps take 32 rows times 32 tokens
+ * each. Weights come by cp.async, three stages deep; inputs are rounded to weight_t on their way to shared memory. One
+ * warp sums an output over all columns in order, so that its bits depend on nothing but its row. */
+#include "moe.cuh"
+#include "ring.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int TILE_TOKENS = 64;
+constexpr int STEP_COLUMNS = 64;
+constexpr int STAGES = 3;
+constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
+
+struct Shared {
+    alignas(1024) char weights[STAGES][2][STEP_COLUMNS * 128]; /* as in ring.cuh */
+    char inputs[2][TILE_TOKENS * STEP_COLUMNS * 2];            /* [token][column], eighths swizzled likewise */
+    int expert, first, count;                                  /* the block's tile */
+};
+
+struct Job {
+    const weight_t *weights;
+    const float *input;         /* (num_tokens or num_tokens * K, COLUMNS) */
+    float *output;              /* (num_tokens * K, OUTPUTS) */
+    const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
+    const int32_t *assignments; /* (num_tokens * K) */
+};
+
+/* The expert and the assignments of tile blockIdx.x, count 0 where there is no such tile. Ends with a barrier. */
+__device__ void find_tile(Shared &s, const int32_t *offsets) {
+    int lane = threadIdx.x, before_all = 0, wanted = blockIdx.x;
+    if (lane == 0) s.count = 0;
+    for (int j = 0; j < PER_LANE && lane < 32; j++) {
+        __syncwarp();
+        int e = lane + j * 32, begin = e < NUM_EXPERTS ? offsets[e] : 0, end = e < NUM_EXPERTS ? offsets[e + 1] : 0;
+        int own = (end - begin + TILE_TOKENS - 1) / TILE_TOKENS, up_to = own;
+        for (int offset = 1; offset < 32; offset *= 2) {
+            int before = __shfl_up_sync(~0u, up_to, offset);
+            if (lane >= offset) up_to += before;
+        }
+        int place = wanted - (before_all + up_to - own);
+        if (place >= 0 && place < own) {
+            s.expert = e;
+            s.first = begin + place * TILE_TOKENS;
+            s.count = min(end - s.first, TILE_TOKENS);
+        }
+        before_all += __shfl_sync(~0u, up_to, 31);
+    }
+    __syncthreads();
+}
+
+/* Asks for the columns of step `step` of both panels; always one group of copies. */
+template <class P> __device__ void fill_weights(Shared &s, const Job &job, int step) {
+    constexpr int PIECES = STEP_COLUMNS * 8;
+    for (int i = threadIdx.x; i < 2 * PIECES && step * STEP_COLUMNS < P::COLUMNS; i += THREADS) {
+        int half = i / PIECES, c = i / 8 % STEP_COLUMNS, eighth = i % 8, column = step * STEP_COLUMNS + c;
+        int panel = blockIdx.y * 2 + half;
+        bool valid = panel < P::PANELS && column < P::COLUMNS;
+        int64_t index = (int64_t)panel * NUM_EXPERTS + s.expert;
+        const weight_t *from = job.weights + (index * P::COLUMNS + column) * PANEL_ROWS + eighth * 8;
+        cp_async_16(shared_address(s.weights[step % STAGES][half]) + c * 128 + (eighth ^ (c % 8)) * 16,
+                    valid ? from : job.weights, valid);
+    }
+    cp_async_commit();
+}
+
+/* 16 columns of one token's input, a quarter of a step; zeros past the end and for no token. */
+template <class P> __device__ void load_input(float (&x)[16], const float *row, int step) {
+    int first = step * STEP_COLUMNS + threadIdx.x % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+        float4 v = make_float4(0, 0, 0, 0);
+        if constexpr (P::COLUMNS % 4 == 0) {
+            if (row && first + i < P::COLUMNS) v = *(const float4 *)(row + first + i);
+        } else if (row) {
+            if (first + i < P::COLUMNS) v.x = row[first + i];
+            if (first + i + 1 < P::COLUMNS) v.y = row[first + i + 1];
+            if (first + i + 2 < P::COLUMNS) v.z = row[first + i + 2];
+            if (first + i + 3 < P::COLUMNS) v.w = row[first + i + 3];
+        }
+        x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
+    }
+}
+
+__device__ void store_input(char *inputs, const float (&x)[16]) {
+    int token = threadIdx.x / 4, quarter = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        uint4 v = {to_weights(x[i * 8], x[i * 8 + 1]), to_weights(x[i * 8 + 2], x[i * 8 + 3]),
+                   to_weights(x[i * 8 + 4], x[i * 8 + 5]), to_weights(x[i * 8 + 6], x[i * 8 + 7])};
+        *(uint4 *)(inputs + token * 128 + ((quarter * 2 + i) ^ (token % 8)) * 16) = v;
+    }
+}
+
+/* acc += 32 rows times 32 tokens times one step's columns. */
+__device__ void multiply(float (&acc)[2][4][4], uint32_t weights, uint32_t inputs, int first_token) {
+    int lane = threadIdx.x % 32, first_tile = threadIdx.x / 32 % 2 * 2;
+#pragma unroll
+    for (int step = 0; step < STEP_COLUMNS / 16; step++) {
+        uint32_t b[2][4], a[4];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            int token = first_token + pair * 16 + lane / 16 * 8 + lane % 8, eighth = step * 2 + lane / 8 % 2;
+            load_matrices(b[pair], inputs + token * 128 + (eighth ^ (lane % 8)) * 16);
+        }
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            load_tile(a, weights, first_tile + tile, step);
+#pragma unroll
+            for (int n = 0; n < 4; n++) multiply_add(acc[tile][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+        }
+    }
+}
+
+/* A lane has rows g and g + 8 of each 16, of tokens 2t and 2t + 1 of each 8: of a gated expert, both halves of one
+ * output. */
+template <class P>
+__device__ void write_outputs(const Shared &s, const Job &job, const float (&acc)[2][4][4], int panel, int first_token) {
+    constexpr int PER_TILE = P::IS_GATED ? 8 : 16;
+    int g = threadIdx.x % 32 / 4, first_tile = threadIdx.x / 32 % 2 * 2;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int token = first_token + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (token >= s.count) continue;
+        float *row = job.output + (int64_t)job.assignments[s.first + token] * P::OUTPUTS;
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            int output = (panel * 4 + first_tile + tile) * PER_TILE + g;
+            float upper = acc[tile][i / 2][i % 2], lower = acc[tile][i / 2][i % 2 + 2];
+            if (P::IS_GATED) {
+                if (output < P::OUTPUTS) row[output] = activate(upper) * lower;
+            } else {
+                if (output < P::OUTPUTS) row[output] = P::ACTIVATES ? activate(upper) : upper;
+                if (output + 8 < P::OUTPUTS) row[output + 8] = P::ACTIVATES ? activate(lower) : lower;
+            }
+        }
+    }
+}
+
+/* Grid: (tiles at most, pairs of panels). */
+template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(const __grid_constant__ Job job) {
+    extern __shared__ char memory[];
+    Shared &s = *(Shared *)(memory + (1024 - shared_address(memory) % 1024) % 1024);
+    pdl_wait();
+    pdl_trigger();
+    find_tile(s, job.offsets);
+    if (s.count == 0) return;
+    int warp = threadIdx.x / 32, half = warp / 2 % 2, first_token = warp / 4 * 32, token = threadIdx.x / 4;
+    const float *row = nullptr;
+    if (token < s.count)
+        row = job.input + (int64_t)(job.assignments[s.first + token] / P::INPUT_DIVISOR) * P::COLUMNS;
+    float acc[2][4][4] = {}, x[16];
+    for (int i = 0; i < STAGES - 1; i++) fill_weights<P>(s, job, i);
+    load_input<P>(x, row, 0);
+    store_input(s.inputs[0], x);
+    bool has_work = blockIdx.y * 2 + half < P::PANELS && first_token < s.count;
+    for (int step = 0; step * STEP_COLUMNS < P::COLUMNS; step++) {
+        load_input<P>(x, row, step + 1);
+        cp_async_wait<STAGES - 2>();
+        __syncthreads(); /* this step's weights and inputs have arrived; the last step's have been read */
+        fill_weights<P>(s, job, step + STAGES - 1);
+        if (has_work)
+            multiply(acc, shared_address(s.weights[step % STAGES][half]), shared_address(s.inputs[step % 2]), first_token);
+        store_input(s.inputs[(step + 1) % 2], x);
+    }
+    if (has_work) write_outputs<P>(s, job, acc, blockIdx.y * 2 + half, first_token);
+}
+
+template <class P> int launch_prefill(Model *m, int num_tokens, const weight_t *weights, const float *input, float *output) {
+    Job job = {weights, input, output, m->state.expert_offsets, m->state.assignments};
+    dim3 grid(min_of(NUM_EXPERTS, num_tokens * K) + num_tokens * K / TILE_TOKENS, ceil_div(P::PANELS, 2));
+    return launch(m, P::NAME, prefill_kernel<P>, grid, THREADS, sizeof(Shared) + 1024, job);
+}
+
+} // namespace
+
+int prefill_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    return launch_prefill<Up>(m, num_tokens, layer->experts_up, input, m->state.expert_mid);
+}
+
+int prefill_down(Model *m, int num_tokens, const Layer *layer) {
+    return launch_prefill<Down>(m, num_tokens, layer->experts_down, m->state.expert_mid, m->state.expert_out);
+}

@@ -1,0 +1,132 @@
+/* A warp's ring of panel pieces in shared memory, filled by asynchronous copies: by the bulk copy engine on sm_90 and
+ * later, by cp.async before. Both leave a piece of CHUNK columns as [column][64 rows], the eighths of a column's 128
+ * bytes swizzled: eighth p of column c is at place p ^ (c % 8), so that ldmatrix meets no bank twice. Columns past the
+ * last are zeros. PORTABLE_COPY takes cp.async everywhere. */
+#ifndef COLIBRI_CUDA_RING_CUH
+#define COLIBRI_CUDA_RING_CUH
+
+#include <cuda.h>
+
+#include "common.cuh"
+
+#if CUDA_ARCH >= 90 && !defined(PORTABLE_COPY)
+#define BULK_COPY 1
+#else
+#define BULK_COPY 0
+#endif
+
+constexpr int CHUNK = 32;                                      /* columns of a piece */
+constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
+#ifndef RING_STAGES
+#define RING_STAGES (CUDA_ARCH == 80 || CUDA_ARCH == 87 || CUDA_ARCH == 90 || CUDA_ARCH == 100 || CUDA_ARCH == 103 ? 6 : 4)
+#endif
+constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
+
+/* Where a kernel's weights are: experts' panels of one matrix. */
+struct Panels {
+#if BULK_COPY
+    CUtensorMap map; /* dimensions: 64 rows, columns, panel * NUM_EXPERTS + expert */
+#endif
+    const weight_t *data;
+};
+
+#if BULK_COPY
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+/* The driver's function, found at run time: the library is not linked with the driver. */
+inline EncodeTiled tensor_map_encoder() {
+    static const EncodeTiled encode = [] {
+        void *function = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        return (EncodeTiled)function;
+    }();
+    return encode;
+}
+
+inline int describe_panels(Panels *panels, const weight_t *data, int columns, int num_panels) {
+    const cuuint64_t sizes[3] = {PANEL_ROWS, (cuuint64_t)columns, (cuuint64_t)num_panels};
+    const cuuint64_t strides[2] = {PANEL_ROWS * 2, (cuuint64_t)columns * PANEL_ROWS * 2};
+    const cuuint32_t box[3] = {PANEL_ROWS, CHUNK, 1}, steps[3] = {1, 1, 1};
+    panels->data = data;
+    EncodeTiled encode = tensor_map_encoder();
+    if (encode && encode(&panels->map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, (void *)data, sizes, strides, box, steps,
+                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS)
+        return 0;
+    return fail("cuda: tensor map of %d columns=refused, expected one; see python -m colibri.run --doctor", columns);
+}
+#else
+inline int describe_panels(Panels *panels, const weight_t *data, int, int) {
+    panels->data = data;
+    return 0;
+}
+#endif
+
+/* Pieces come out in the order in which they were asked for. All lanes call everything together. */
+struct Ring {
+    uint32_t stages;             /* shared address of the first piece */
+    uint32_t barriers;           /* of RING_STAGES mbarriers, one a piece */
+    int filled = 0, used = 0;    /* the next piece's place, to fill and to use */
+    uint32_t phase = 0;          /* of the barrier to wait for */
+
+    __device__ Ring(void *memory, uint64_t *full) : stages(shared_address(memory)), barriers(shared_address(full)) {
+#if BULK_COPY
+        if (threadIdx.x % 32 == 0) {
+            for (int i = 0; i < RING_STAGES; i++)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 8) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        }
+        __syncwarp();
+#endif
+    }
+
+    /* Asks for CHUNK columns from `column` of the panel with index panel * NUM_EXPERTS + expert, unless !wanted. */
+    __device__ __forceinline__ void fill(const Panels &panels, int columns, int index, int column, bool wanted) {
+        uint32_t stage = stages + filled * CHUNK_BYTES;
+#if BULK_COPY
+        if (wanted && threadIdx.x % 32 == 0) {
+            uint32_t full = barriers + filled * 8;
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(CHUNK_BYTES) : "memory");
+            asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                         "[%0], [%1, {%2, %3, %4}], [%5];"
+                         ::"r"(stage), "l"(&panels.map), "r"(0), "r"(column), "r"(index), "r"(full) : "memory");
+        }
+#else
+        int lane = threadIdx.x % 32, eighth = lane % 8;
+        const weight_t *from = panels.data + ((int64_t)index * columns + column) * PANEL_ROWS + eighth * 8;
+        for (int c = lane / 8; c < CHUNK && wanted; c += 4) {
+            bool valid = column + c < columns;
+            cp_async_16(stage + c * 128 + (eighth ^ (c % 8)) * 16, valid ? from + c * PANEL_ROWS : panels.data, valid);
+        }
+        cp_async_commit();
+#endif
+        filled = filled + 1 == RING_STAGES ? 0 : filled + 1;
+    }
+
+    /* Waits for the next piece; its shared address. */
+    __device__ __forceinline__ uint32_t next() {
+#if BULK_COPY
+        uint32_t full = barriers + used * 8;
+        asm volatile("{\n .reg .pred arrived;\n"
+                     "again_%=: mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
+                     "@!arrived bra again_%=;\n}" ::"r"(full), "r"(phase) : "memory");
+#else
+        cp_async_wait<RING_STAGES - 1>();
+        __syncwarp();
+#endif
+        uint32_t stage = stages + used * CHUNK_BYTES;
+        used = used + 1 == RING_STAGES ? 0 : used + 1;
+        if (used == 0) phase ^= 1;
+        return stage;
+    }
+};
+
+/* The 16 rows from 16 * tile and 16 columns from 16 * step of a piece, as a matrix instruction's first operand. */
+__device__ __forceinline__ void load_tile(uint32_t (&a)[4], uint32_t stage, int tile, int step) {
+    int lane = threadIdx.x % 32, column = step * 16 + lane % 8 + lane / 16 * 8, eighth = tile * 2 + lane / 8 % 2;
+    load_matrices_transposed(a, stage + column * 128 + (eighth ^ (lane % 8)) * 16);
+}
+
+#endif

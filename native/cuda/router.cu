@@ -1,0 +1,427 @@
+/* Routing: logits, each token's experts and their weights, and the lists that the expert products work from.
+ *
+ * The logits' sums are split over columns into slices that the shape fixes; router_kernel adds the slices in order and
+ * routes, one warp a token. Order is (score descending, expert ascending) by a bitonic network over the warp's lanes,
+ * on words of which the upper half is the score and the lower half tells the expert. Few tokens are routed by one
+ * block, which goes on to build the lists; for many, dispatch_kernel follows. */
+#include "moe.cuh"
+
+namespace {
+
+constexpr int LOGIT_THREADS = 256;
+constexpr int LOGIT_EXPERTS = 16;                      /* of one block: four lanes' float4 of one column */
+constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);    /* experts of a lane: lane, lane + 32, ... */
+constexpr int GROUP_SIZE = NUM_EXPERTS / NUM_GROUPS;
+constexpr int GROUPS_PER_LANE = ceil_div(NUM_GROUPS, 32);
+constexpr int ONE_BLOCK_TOKENS = 32;                   /* routed by one block, a warp each */
+constexpr int ROUTED_TOKENS = 8;                       /* of one block, where there are several */
+constexpr int DISPATCH_THREADS = 1024;
+constexpr float INFINITE = __builtin_huge_valf();
+
+using Key = unsigned long long;
+
+/* Grid (slices, experts / 16, tokens / TOKENS): partial_logits of one slice of columns. */
+template <int TOKENS>
+__global__ void __launch_bounds__(LOGIT_THREADS)
+router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, const Batch *batch) {
+    __shared__ float sums[LOGIT_THREADS / 32][TOKENS][LOGIT_EXPERTS];
+    constexpr int STEPS = SLICE_COLUMNS / LOGIT_LANES;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.y * LOGIT_EXPERTS + lane % 4 * 4;
+    int column = blockIdx.x * SLICE_COLUMNS + warp * 8 + lane / 4, token = blockIdx.z * TOKENS;
+    const float *rows = router + ((int64_t)expert / PANEL_ROWS * HIDDEN) * PANEL_ROWS + expert % PANEL_ROWS;
+    float4 weight[STEPS];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        int c = column + i * LOGIT_LANES;
+        weight[i] = c < HIDDEN ? *(const float4 *)(rows + (int64_t)c * PANEL_ROWS) : make_float4(0, 0, 0, 0);
+    }
+    pdl_wait();
+    pdl_trigger();
+    int num_tokens = batch->num_tokens;
+    if (token >= num_tokens) return;
+    float value[TOKENS][STEPS];
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            int c = column + i * LOGIT_LANES;
+            value[t][i] = token + t < num_tokens && c < HIDDEN ? x[(int64_t)(token + t) * HIDDEN + c] : 0.0f;
+        }
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        float sum[4] = {};
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            sum[0] = fmaf(weight[i].x, value[t][i], sum[0]);
+            sum[1] = fmaf(weight[i].y, value[t][i], sum[1]);
+            sum[2] = fmaf(weight[i].z, value[t][i], sum[2]);
+            sum[3] = fmaf(weight[i].w, value[t][i], sum[3]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            for (int offset = 16; offset >= 4; offset /= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], offset);
+            if (lane < 4) sums[warp][t][lane * 4 + e] = sum[e];
+        }
+    }
+    __syncthreads();
+    int t = threadIdx.x / LOGIT_EXPERTS, e = blockIdx.y * LOGIT_EXPERTS + threadIdx.x % LOGIT_EXPERTS;
+    if (t >= TOKENS || token + t >= num_tokens || e >= NUM_EXPERTS) return;
+    float total = 0.0f;
+    for (int w = 0; w < LOGIT_THREADS / 32; w++) total += sums[w][t][threadIdx.x % LOGIT_EXPERTS];
+    scratch->partial_logits[blockIdx.x][token + t][e] = total;
+}
+
+/* Larger for a larger score; 0 for what cannot be chosen, -inf and NaN. -0 is +0. */
+__device__ uint32_t orderable(float score) {
+    if (!(score > -INFINITE)) return 0;
+    uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* Words of one score differ in the index, lower first; the word 0, an index's that does not exist, comes last. */
+__device__ Key key_of(float score, int index) { return (Key)orderable(score) << 32 | (uint32_t)~index; }
+__device__ int index_of(Key key) { return (int)~(uint32_t)key; }
+__device__ bool can_be_chosen(Key key) { return key >> 32 != 0; }
+
+__device__ __forceinline__ Key larger(Key a, Key b) { return a > b ? a : b; }
+__device__ __forceinline__ Key smaller(Key a, Key b) { return a > b ? b : a; }
+
+/* Of lanes i and i ^ stride, the lower one keeps the larger key where `descending`. */
+__device__ __forceinline__ Key exchange(Key key, int stride, bool descending) {
+    Key other = __shfl_xor_sync(~0u, key, stride);
+    bool is_lower = (threadIdx.x & stride) == 0;
+    return is_lower == descending ? larger(key, other) : smaller(key, other);
+}
+
+template <int COUNT> __device__ __forceinline__ void merge_stage(Key (&keys)[COUNT], int size) {
+    bool descending = size == 32 || (threadIdx.x & size) == 0;
+#pragma unroll
+    for (int stride = size / 2; stride > 0; stride /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) keys[i] = exchange(keys[i], stride, descending);
+}
+
+/* Of two descending runs, one reversed, the larger of each two keys are the best 32, and they form a bitonic run. */
+template <int COUNT> __device__ Key merge_runs(const Key (&runs)[COUNT]) {
+    if constexpr (COUNT == 1) {
+        return runs[0];
+    } else {
+        constexpr int HALF = (COUNT + 1) / 2;
+        Key merged[HALF];
+#pragma unroll
+        for (int i = 0; i < HALF; i++) {
+            merged[i] = runs[i];
+            if (i + HALF < COUNT) merged[i] = larger(runs[i], __shfl_xor_sync(~0u, runs[i + HALF], 31));
+        }
+        merge_stage(merged, 32);
+        return merge_runs(merged);
+    }
+}
+
+/* The 32 largest of the warp's keys, largest first, a lane each. */
+template <int COUNT> __device__ Key best_of(Key (&keys)[COUNT]) {
+#pragma unroll
+    for (int size = 2; size <= 32; size *= 2) merge_stage(keys, size);
+    return merge_runs(keys);
+}
+
+/* exp(shift) times the sigmoid, without overflow or needless underflow. */
+__device__ float sigmoid(float logit, float shift) {
+    return expf(fminf(logit, 0.0f) + shift) / (1.0f + expf(-fabsf(logit)));
+}
+
+__device__ float sum_of_exp(const float (&logits)[PER_LANE], float largest) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) sum += expf(logits[j] - largest);
+    return warp_sum(sum);
+}
+
+__device__ float largest_of(const float (&logits)[PER_LANE]) {
+    float largest = -INFINITE;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) largest = fmaxf(largest, logits[j]);
+    return warp_max(largest);
+}
+
+/* The scores that experts are chosen by. Softmax and sigmoid rise with the logit, so without a bias it is compared. */
+__device__ void choice_scores(float (&score)[PER_LANE], const float (&logits)[PER_LANE], const float *bias) {
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) score[j] = logits[j];
+    if (!ROUTER_BIAS) return;
+    float largest = 0.0f, total = 1.0f;
+    if (ROUTER_KIND == ROUTER_SOFTMAX) {
+        largest = largest_of(logits);
+        total = sum_of_exp(logits, largest);
+    }
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+        if (!(logits[j] > -INFINITE)) continue;
+        if (ROUTER_KIND == ROUTER_SOFTMAX) score[j] = expf(logits[j] - largest) / total;
+        if (ROUTER_KIND == ROUTER_SIGMOID) score[j] = sigmoid(logits[j], 0.0f);
+        score[j] += bias[threadIdx.x % 32 + j * 32];
+    }
+}
+
+/* A group's score: its best expert's; with sigmoid the sum of its two best, of the scores themselves. `scores` is the
+ * warp's own shared array. */
+__device__ float group_score(const float *scores, int group) {
+    float best = -INFINITE, second = -INFINITE;
+    for (int e = group * GROUP_SIZE; e < (group + 1) * GROUP_SIZE; e++) {
+        float value = scores[e];
+        if (!(value > -INFINITE)) continue;
+        if (ROUTER_KIND == ROUTER_SIGMOID && !ROUTER_BIAS) value = sigmoid(value, 0.0f);
+        if (value > best) {
+            second = best;
+            best = value;
+        } else {
+            second = fmaxf(second, value);
+        }
+    }
+    return ROUTER_KIND == ROUTER_SIGMOID && second > -INFINITE ? best + second : best;
+}
+
+/* Takes the experts of all but the best TOPK_GROUPS groups out of the choice. */
+__device__ void limit_groups(float (&score)[PER_LANE]) {
+    __shared__ float all_scores[DISPATCH_THREADS / 32][NUM_GROUPS > 1 ? NUM_EXPERTS : 1];
+    float *scores = all_scores[threadIdx.x / 32];
+    int lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+        if (lane + j * 32 < NUM_EXPERTS) scores[lane + j * 32] = score[j];
+    __syncwarp();
+    Key keys[GROUPS_PER_LANE];
+    bool allowed[PER_LANE] = {};
+#pragma unroll
+    for (int i = 0; i < GROUPS_PER_LANE; i++) {
+        int group = lane + i * 32;
+        keys[i] = group < NUM_GROUPS ? key_of(group_score(scores, group), group) : 0;
+    }
+    /* More groups than lanes may be allowed, so the best are taken out one sort at a time. */
+    for (int taken = 0; taken < TOPK_GROUPS; taken += 32) {
+        Key sorted[GROUPS_PER_LANE];
+#pragma unroll
+        for (int i = 0; i < GROUPS_PER_LANE; i++) sorted[i] = keys[i];
+        Key best = best_of(sorted);
+        for (int i = 0; i < 32 && taken + i < TOPK_GROUPS; i++) {
+            int group = index_of(__shfl_sync(~0u, best, i));
+#pragma unroll
+            for (int j = 0; j < PER_LANE; j++) allowed[j] |= (lane + j * 32) / GROUP_SIZE == group;
+#pragma unroll
+            for (int j = 0; j < GROUPS_PER_LANE; j++)
+                if (lane + j * 32 == group) keys[j] = 0;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+        if (!allowed[j]) score[j] = -INFINITE;
+}
+
+/* The weight of lane i's expert, for lanes i < K; `chosen` is its logit. */
+__device__ float weigh(float chosen, const float (&logits)[PER_LANE], float routed_scaling) {
+    constexpr bool OVER_CHOSEN = ROUTER_KIND == ROUTER_TOPK_SOFTMAX || RENORMALIZE;
+    bool is_slot = threadIdx.x % 32 < K;
+    /* Weights that are divided by their sum are taken relative to the largest, so that they cannot all underflow. */
+    float largest = 0.0f, total = 1.0f, weight;
+    if (OVER_CHOSEN) {
+        largest = warp_max(is_slot ? chosen : -INFINITE);
+    } else if (ROUTER_KIND != ROUTER_SIGMOID) {
+        largest = largest_of(logits);
+        total = sum_of_exp(logits, largest);
+    }
+    if (ROUTER_KIND == ROUTER_SIGMOID)
+        weight = sigmoid(chosen, OVER_CHOSEN && largest < 0.0f ? -largest : 0.0f);
+    else
+        weight = expf(chosen - largest);
+    if (OVER_CHOSEN) total = warp_sum(is_slot ? weight : 0.0f);
+    return weight / total * routed_scaling;
+}
+
+/* What the routing of a layer reads and writes besides the scratch. */
+struct Routing {
+    State state;
+    const Batch *batch;
+    Batch *host_batch;
+    const float *bias; /* (NUM_EXPERTS) or NULL */
+    float routed_scaling;
+    int layer;
+};
+
+/* One token by one warp: its logits, experts, weights, and whether it is at fault. */
+__device__ void route_token(const Routing &r, MoeScratch *scratch, int token) {
+    int lane = threadIdx.x % 32;
+    float logits[PER_LANE], score[PER_LANE];
+    bool is_bad = false;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+        int e = lane + j * 32;
+        logits[j] = e < NUM_EXPERTS ? 0.0f : -INFINITE;
+        if (e >= NUM_EXPERTS) continue;
+#pragma unroll
+        for (int s = 0; s < LOGIT_SLICES; s++) logits[j] += scratch->partial_logits[s][token][e];
+        r.state.router_logits[token * NUM_EXPERTS + e] = logits[j];
+        is_bad |= !(logits[j] < INFINITE);
+    }
+    choice_scores(score, logits, r.bias);
+    if constexpr (NUM_GROUPS > 1) limit_groups(score);
+    Key keys[PER_LANE];
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) keys[j] = lane + j * 32 < NUM_EXPERTS ? key_of(score[j], lane + j * 32) : 0;
+    Key best = best_of(keys);
+    int expert = index_of(best);
+    float chosen = -INFINITE;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+        float logit = __shfl_sync(~0u, logits[j], expert & 31);
+        if (expert / 32 == j) chosen = logit;
+    }
+    float weight = weigh(chosen, logits, r.routed_scaling);
+    is_bad = __any_sync(~0u, is_bad || (lane < K && !can_be_chosen(best)));
+    if (lane < K) {
+        r.state.expert_ids[token * K + lane] = expert;
+        r.state.expert_weights[token * K + lane] = weight;
+    }
+    if (lane == 0) scratch->faults[token] = is_bad;
+}
+
+/* Makes the lowest token at fault known to the host, unless an earlier layer's is. By one block. */
+__device__ void report_fault(const Routing &r, const MoeScratch *scratch, int num_tokens) {
+    __shared__ int first;
+    bool is_bad = false;
+    for (int t = threadIdx.x; t < num_tokens; t += blockDim.x) is_bad |= scratch->faults[t] != 0;
+    if (threadIdx.x == 0) first = num_tokens;
+    if (!__syncthreads_or(is_bad)) return;
+    for (int t = threadIdx.x; t < num_tokens; t += blockDim.x)
+        if (scratch->faults[t]) atomicMin(&first, t);
+    __syncthreads();
+    volatile Batch *batch = r.host_batch;
+    if (threadIdx.x != 0 || batch->fault != 0) return;
+    batch->fault_layer = r.layer;
+    batch->fault_token = first;
+    __threadfence_system();
+    batch->fault = FAULT_ROUTER_LOGIT;
+}
+
+constexpr int MAX_WARPS = DISPATCH_THREADS / 32;
+
+/* counts[w][e] = assignments to expert e in warp w's range, or with `write`, where it stands in the order: counts hold
+ * each range's first place for each expert then. */
+template <bool write>
+__device__ void scan_range(const State &s, uint16_t (*counts)[NUM_EXPERTS], int begin, int end) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int first = begin; first < end; first += 32) {
+        int i = first + lane;
+        int expert = i < end ? s.expert_ids[i] : NUM_EXPERTS;
+        unsigned peers = __match_any_sync(~0u, expert);
+        int rank = __popc(peers & ((1u << lane) - 1)), place = i < end ? counts[warp][expert] : 0;
+        __syncwarp();
+        if (write && i < end) s.assignments[place + rank] = i;
+        if (i < end && rank == 0) counts[warp][expert] = place + __popc(peers);
+        __syncwarp();
+    }
+}
+
+/* Sorts the assignments by expert, then by token: counts each warp's range, gives every range and expert its first
+ * place, then writes each assignment to its own. By one block of whole warps. */
+__device__ void dispatch(const State &s, int num_tokens, int layer) {
+    __shared__ uint16_t counts[MAX_WARPS][NUM_EXPERTS];
+    __shared__ int totals[PER_LANE * 32];
+    int num_warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int range = (num_tokens * K + num_warps - 1) / num_warps, begin = min(warp * range, num_tokens * K);
+    int end = min(begin + range, num_tokens * K);
+    for (int e = lane; e < NUM_EXPERTS; e += 32) counts[warp][e] = 0;
+    __syncwarp();
+    scan_range<false>(s, counts, begin, end);
+    __syncthreads();
+    for (int e = threadIdx.x; e < PER_LANE * 32; e += blockDim.x) {
+        int total = 0;
+        for (int w = 0; w < num_warps && e < NUM_EXPERTS; w++) total += counts[w][e];
+        totals[e] = total;
+    }
+    __syncthreads();
+    if (warp == 0) {
+        int start = 0, num_active = 0;
+        for (int first = 0; first < NUM_EXPERTS; first += 32) {
+            int e = first + lane, total = totals[e], up_to = total;
+            for (int offset = 1; offset < 32; offset *= 2) {
+                int before = __shfl_up_sync(~0u, up_to, offset);
+                if (lane >= offset) up_to += before;
+            }
+            unsigned active = __ballot_sync(~0u, total > 0);
+            if (total > 0) s.active_experts[num_active + __popc(active & ((1u << lane) - 1))] = e;
+            if (e < NUM_EXPERTS) {
+                s.expert_offsets[e + 1] = start + up_to;
+                s.routed_tokens[(int64_t)layer * NUM_EXPERTS + e] += total;
+            }
+            totals[e] = start + up_to - total;
+            start += __shfl_sync(~0u, up_to, 31);
+            num_active += __popc(active);
+        }
+        if (lane == 0) {
+            s.expert_offsets[0] = 0;
+            *s.num_active = num_active;
+            *s.experts_read += num_active;
+        }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < NUM_EXPERTS; e += blockDim.x) {
+        int place = totals[e];
+        for (int w = 0; w < num_warps; w++) {
+            int count = counts[w][e];
+            counts[w][e] = place;
+            place += count;
+        }
+    }
+    __syncthreads();
+    scan_range<true>(s, counts, begin, end);
+}
+
+/* A warp a token; with DISPATCHES one block that takes all tokens and goes on to the lists. */
+template <bool DISPATCHES>
+__global__ void __launch_bounds__(DISPATCH_THREADS)
+router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch) {
+    pdl_wait();
+    pdl_trigger();
+    int num_tokens = r.batch->num_tokens;
+    int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (token < num_tokens) route_token(r, scratch, token);
+    if constexpr (DISPATCHES) {
+        __syncthreads();
+        dispatch(r.state, num_tokens, r.layer);
+        report_fault(r, scratch, num_tokens);
+    }
+}
+
+__global__ void __launch_bounds__(DISPATCH_THREADS)
+dispatch_kernel(const __grid_constant__ Routing r, const MoeScratch *scratch) {
+    pdl_wait();
+    pdl_trigger();
+    dispatch(r.state, r.batch->num_tokens, r.layer);
+    report_fault(r, scratch, r.batch->num_tokens);
+}
+
+int launch_logits(Model *m, int num_tokens, const float *router, const float *input) {
+    dim3 grid(LOGIT_SLICES, ceil_div(NUM_EXPERTS, LOGIT_EXPERTS), num_tokens);
+    const Batch *batch = device_batch(m);
+    if (num_tokens <= 4)
+        return launch(m, "router_logits", router_logits_kernel<1>, grid, LOGIT_THREADS, 0, moe(m), input, router, batch);
+    grid.z = ceil_div(num_tokens, 8);
+    return launch(m, "router_logits", router_logits_kernel<8>, grid, LOGIT_THREADS, 0, moe(m), input, router, batch);
+}
+
+} // namespace
+
+int64_t cuda_moe_scratch_bytes() { return sizeof(MoeScratch); }
+
+int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
+    const Layer *weights = &m->weights.layers[layer];
+    Routing routing = {m->state, device_batch(m), m->batch, ROUTER_BIAS ? weights->router_bias : nullptr,
+                       m->header.routed_scaling, layer};
+    TRY(launch_logits(m, num_tokens, weights->router, input));
+    if (num_tokens <= ONE_BLOCK_TOKENS)
+        return launch(m, "router", router_kernel<true>, dim3(1), num_tokens <= 8 ? 256 : 1024, 0, routing, moe(m));
+    dim3 grid(ceil_div(num_tokens, ROUTED_TOKENS));
+    TRY(launch(m, "router", router_kernel<false>, grid, ROUTED_TOKENS * 32, 0, routing, moe(m)));
+    return launch(m, "dispatch", dispatch_kernel, dim3(1), DISPATCH_THREADS, 0, routing, moe(m));
+}
