@@ -40,14 +40,16 @@ def parser():
                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("checkpoint", help="a .pt file of torch.save, or a version 1 .bin")
     p.add_argument("output", help="the .bin to write")
-    p.add_argument("--config", metavar="FILE", help="config.json of the model (default: NAME.json, then config.json, beside "
-                   "the checkpoint)")
+    p.add_argument("--config", metavar="FILE",
+                   help="config.json of the model (default: NAME.json, then config.json, beside the checkpoint)")
     p.add_argument("--k", type=int, help="experts per token")
     p.add_argument("--activation", help="silu, gelu (exact) or relu")
-    p.add_argument("--renormalize", action=argparse.BooleanOptionalAction, help="divide the k weights by their sum, or not")
+    p.add_argument("--renormalize", action=argparse.BooleanOptionalAction,
+                   help="divide the k weights by their sum, or not")
     p.add_argument("--dtype", choices=["keep", "f16", "bf16", "f32"], default="keep",
                    help="of the matrices (default: keep the checkpoint's; float64 becomes f32)")
-    p.add_argument("--format", choices=["v2", "v1"], default="v2", help="v1: one layer, f16, 2-matrix experts (default: v2)")
+    p.add_argument("--format", choices=["v2", "v1"], default="v2",
+                   help="v1: one layer, f16, 2-matrix experts (default: v2)")
     p.add_argument("--layer", type=int, help="the layer that --format v1 writes")
     p.add_argument("--hidden", type=int, help="hidden size of a version 1 input")
     p.add_argument("--ffn", type=int, help="rows of an expert's up matrix in a version 1 input")
@@ -120,7 +122,8 @@ def _dtype(option, sources, path):
 
 def _report(found, fields, header, directory, dtype):
     """The dry run's text."""
-    lines = [f"family: {found.family.name}" + (f" ({found.renamed} names without their prefix)" if found.renamed else "")]
+    prefixes = f" ({found.renamed} names without their prefix)" if found.renamed else ""
+    lines = [f"family: {found.family.name}{prefixes}"]
     for (template, shape, kind), count in names.census(found).items():
         lines.append(f"  {count:6} x {template} {list(shape)} {kind}")
     lines += [f"  left out: {name}" for name in found.ignored]

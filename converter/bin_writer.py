@@ -88,8 +88,8 @@ def replacing(path, num_bytes, force):
         finally:
             os.close(folder)
     except OSError as error:
-        raise ColibriError(f"{path}: {error.strerror}, expected to write {num_bytes} bytes; check the directory and its "
-                           "space") from None
+        raise ColibriError(f"{path}: {error.strerror}, expected to write {num_bytes} bytes; check the directory and "
+                           "its space") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

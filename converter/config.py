@@ -36,13 +36,14 @@ class Config:
         if kind is float and type(value) is int:
             value = float(value)
         if value is not None and type(value) is not kind:
-            raise ColibriError(f"{self.where}: {key}={json.dumps(value)[:80]}, expected {kind.__name__}; correct the config")
+            raise ColibriError(f"{self.where}: {key}={json.dumps(value)[:80]}, expected {kind.__name__}; correct the "
+                               "config")
         if kind in (int, float) and value is not None and not 0 <= value < 2 ** 32:
             raise ColibriError(f"{self.where}: {key}={value}, expected 0 to 2^32 - 1; correct the config")
         flag = self.flags.get(field)
         if flag is not None and value is not None and flag != value:
-            raise ColibriError(f"{FLAGS[field]}: {flag}, but {self.where} says {key}={json.dumps(value)[:80]}; drop the flag "
-                               "or correct the config")
+            raise ColibriError(f"{FLAGS[field]}: {flag}, but {self.where} says {key}={json.dumps(value)[:80]}; drop "
+                               "the flag or correct the config")
         return value if flag is None else flag
 
     def need(self, field, kind=int):
@@ -50,8 +51,8 @@ class Config:
         value = self.get(field, kind)
         if value is None:
             fix = f"give {FLAGS[field]}" if field in FLAGS else "give a config file that has it with --config"
-            raise ColibriError(f"{self.where or 'no config file'}: {KEYS[field][0]} is not known, expected it from a config "
-                               f"or a flag; {fix}")
+            raise ColibriError(f"{self.where or 'no config file'}: {KEYS[field][0]} is not known, expected it from a "
+                               f"config or a flag; {fix}")
         return value
 
     def activation(self):
@@ -59,12 +60,13 @@ class Config:
         codes, name = headers.default().codes("ACTIVATION"), self.need("activation", str)
         name = ACTIVATION_ALIASES.get(name, name)
         if name not in codes:
-            raise ColibriError(f"{self.where}: activation={name[:80]}, expected one of {', '.join(codes)}; Colibri has no other")
+            raise ColibriError(f"{self.where}: activation={name[:80]}, expected one of {', '.join(codes)}; Colibri "
+                               "has no other")
         return codes[name]
 
 
 def load(option, checkpoint, flags):
-    """The Config for a checkpoint's path: --config FILE, else NAME.json, else config.json beside it, else flags alone."""
+    """The Config of a checkpoint: --config FILE, else NAME.json, else config.json beside it, else flags alone."""
     beside = [Path(checkpoint).with_suffix(".json"), Path(checkpoint).parent / "config.json"]
     path = option or next((path for path in beside if path.is_file()), None)
     if path is None:
@@ -92,8 +94,8 @@ def header_fields(found, config, path):
     fields.update(num_experts=config.get("num_experts") or found.num_experts, k=config.need("k"),
                   num_layers=config.get("num_layers") or found.num_layers, hidden=config.get("hidden") or hidden,
                   ffn=config.get("ffn") or ffn, activation=config.activation(), gated=found.family.gated,
-                  router_kind=headers.default().codes("ROUTER")["softmax"], num_groups=1, topk_groups=1, routed_scaling=1.0,
-                  renormalize=int(_renormalize(config, family_renormalize)),
+                  router_kind=headers.default().codes("ROUTER")["softmax"], num_groups=1, topk_groups=1,
+                  routed_scaling=1.0, renormalize=int(_renormalize(config, family_renormalize)),
                   interleave_rows=headers.default().constants["PANEL_ROWS"])
     if found.family.name == "mixtral":
         _check_mixtral(config)
@@ -106,8 +108,8 @@ def header_fields(found, config, path):
 def _renormalize(config, family):
     value = config.get("renormalize", bool)
     if family is not None and value not in (None, family):
-        raise ColibriError(f"{config.where or '--no-renormalize'}: renormalize={value}, but mixtral is always renormalized; "
-                           "drop it")
+        raise ColibriError(f"{config.where or '--no-renormalize'}: renormalize={value}, but mixtral is always "
+                           "renormalized; drop it")
     return config.need("renormalize", bool) if family is None else family
 
 
@@ -115,13 +117,14 @@ def _check_mixtral(config):
     """Refuses what a config can ask for and this format cannot say."""
     kind = config.values.get("model_type", "mixtral")
     if kind != "mixtral":
-        raise ColibriError(f"{config.where}: model_type={json.dumps(kind)[:80]}, expected mixtral for tensors of these names; "
-                           "another model of the same names computes something else")
+        raise ColibriError(f"{config.where}: model_type={json.dumps(kind)[:80]}, expected mixtral for tensors of "
+                           "these names; another model of the same names computes something else")
     rope = [config.values.get(key) for key in ("rope_scaling", "rope_parameters")]
     for scaling in rope:
         kind = (scaling.get("rope_type") or scaling.get("type") or "default") if type(scaling) is dict else scaling
         if kind not in (None, "default"):
-            raise ColibriError(f"{config.where}: rope_scaling={json.dumps(kind)[:80]}, expected default; Colibri has no other")
+            raise ColibriError(f"{config.where}: rope_scaling={json.dumps(kind)[:80]}, expected default; Colibri has "
+                               "no other")
     if config.values.get("partial_rotary_factor") not in (None, 1):
         raise ColibriError(f"{config.where}: partial_rotary_factor, expected 1; Colibri rotates whole heads")
     window, positions = config.values.get("sliding_window"), config.get("max_positions")
@@ -135,8 +138,8 @@ def _transformer_fields(config, hidden):
     rope = config.values.get("rope_parameters")
     theta = config.values.get("rope_theta", rope.get("rope_theta") if type(rope) is dict else None)
     if type(theta) not in (int, float) or not 0 < theta < 1e30:
-        raise ColibriError(f"{config.where or 'no config file'}: rope_theta={json.dumps(theta)[:80]}, expected a positive number; "
-                           "give a config file that has it with --config")
+        raise ColibriError(f"{config.where or 'no config file'}: rope_theta={json.dumps(theta)[:80]}, expected a "
+                           "positive number; give a config file that has it with --config")
     tied = config.get("tied_embeddings", bool)
     return {"num_heads": num_heads, "num_kv_heads": config.need("num_kv_heads"),
             "head_dim": config.get("head_dim") or hidden // max(num_heads, 1), "vocab_size": config.need("vocab_size"),
@@ -153,7 +156,8 @@ def _check_limits(fields, where):
              ("k", 1 <= fields["k"] <= min(16, fields["num_experts"]), "1 to 16, and at most num_experts"),
              ("hidden", fields["hidden"] >= 1, "at least 1"), ("ffn", fields["ffn"] >= 1, "at least 1"),
              ("num_layers", fields["num_layers"] >= 1, "at least 1"),
-             ("num_kv_heads", heads == 0 or (kv_heads >= 1 and heads % kv_heads == 0), f"a divisor of num_heads={heads}"),
+             ("num_kv_heads", heads == 0 or (kv_heads >= 1 and heads % kv_heads == 0),
+              f"a divisor of num_heads={heads}"),
              ("head_dim", heads == 0 or (2 <= head_dim <= 512 and head_dim % 2 == 0), "an even number from 2 to 512"),
              ("vocab_size", heads == 0 or fields["vocab_size"] >= 1, "at least 1")]
     for field, holds, rule in rules:

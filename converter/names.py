@@ -69,8 +69,8 @@ def collect(checkpoint, path):
         else:
             unknown.append(name)
     if unknown:
-        raise ColibriError(f"{path}: unknown tensor {unknown[0]}{_more(unknown)}, expected {family.name}'s names alone; "
-                           "this converter would have to leave it out")
+        raise ColibriError(f"{path}: unknown tensor {unknown[0]}{_more(unknown)}, expected {family.name}'s names "
+                           "alone; this converter would have to leave it out")
     layers = {layer for places in found.values() for layer, _ in places if layer is not None}
     experts = {expert for places in found.values() for _, expert in places if expert is not None}
     return Found(family, len(layers), max(experts) + 1, set(found) <= set(STACK), found, ignored, renamed)
@@ -109,9 +109,9 @@ def _family(tensors, path):
 def sources(found, header, path):
     """{"layers.3.experts_up": one list of parts per expert, ...} for all tensors of `header`, each part's presence,
     shape and dtype checked. header: BinHeader's fields by name; a matrix without experts has one list."""
-    names = ["layers.N." + name for name in ("router", "experts_up", "experts_down")] if found.bare else found.family.parts
+    names = STACK if found.bare and not header["num_heads"] else found.family.parts
     names = [name for name in names if not (name == "lm_head" and header["tied_embeddings"])]
-    result, missing, used = {}, [], 0
+    result, missing = {}, []
     for name in names:
         parts = found.family.parts[name]
         for layer in range(header["num_layers"]) if "N" in name.split(".") else [None]:
@@ -119,11 +119,11 @@ def sources(found, header, path):
             there = [found.tensors.get(name, {}).get((layer, expert), {}) for expert in experts]
             missing += [_filled(part.template, layer, expert) for expert, place in zip(experts, there)
                         for index, part in enumerate(parts) if index not in place]
-            result[name.replace("N", str(layer))] = [[place.get(index) for index in range(len(parts))] for place in there]
-            used += sum(map(len, there))
+            filled = [[place.get(index) for index in range(len(parts))] for place in there]
+            result[name.replace("N", str(layer))] = filled
     if missing:
-        raise ColibriError(f"{path}: missing tensor {missing[0]}{_more(missing)}, expected {header['num_experts']} experts in "
-                           f"each of {header['num_layers']} layers; the checkpoint is incomplete")
+        raise ColibriError(f"{path}: missing tensor {missing[0]}{_more(missing)}, expected {header['num_experts']} "
+                           f"experts in each of {header['num_layers']} layers; the checkpoint is incomplete")
     for name in names:
         for place in found.tensors[name].values():
             for index, tensor in place.items():
@@ -140,8 +140,8 @@ def settle_ties(found, header, path):
     same = head.shape == embed.shape and head.dtype == embed.dtype and all(
         head.rows(row, row + 1).tobytes() == embed.rows(row, row + 1).tobytes() for row in range(head.shape[0]))
     if not same:
-        raise ColibriError(f"{path}: {head.name}: differs from {embed.name}, expected the same from tie_word_embeddings=true; "
-                           "the checkpoint and its config disagree")
+        raise ColibriError(f"{path}: {head.name}: differs from {embed.name}, expected the same from "
+                           "tie_word_embeddings=true; the checkpoint and its config disagree")
     del found.tensors["lm_head"]
 
 
@@ -151,16 +151,16 @@ def _check(tensor, part, header, path):
     if tensor.shape != expected:
         fields = sorted(set(re.findall(r"[a-z_]+", " ".join(expressions))))
         raise ColibriError(f"{path}: {tensor.name}: shape={tensor.shape}, expected {expected} from "
-                           f"{', '.join(f'{field}={header[field]}' for field in fields)}; the checkpoint and its config "
-                           "disagree")
+                           f"{', '.join(f'{field}={header[field]}' for field in fields)}; the checkpoint and its "
+                           "config disagree")
     if tensor.dtype not in FLOATS:
-        raise ColibriError(f"{path}: {tensor.name}: dtype={tensor.dtype}, expected one of {', '.join(FLOATS)}; convert the "
-                           "checkpoint to one of them first")
+        raise ColibriError(f"{path}: {tensor.name}: dtype={tensor.dtype}, expected one of {', '.join(FLOATS)}; "
+                           "convert the checkpoint to one of them first")
 
 
 def _check_extra(found, header, path):
     """Layers and experts that the config does not know of."""
-    for name, places in found.tensors.items():
+    for places in found.tensors.values():
         for (layer, expert), tensors in places.items():
             if (layer or 0) >= header["num_layers"] or (expert or 0) >= header["num_experts"]:
                 raise ColibriError(f"{path}: extra tensor {next(iter(tensors.values())).name}, expected "

@@ -1,8 +1,8 @@
 """Reads the pickle inside a checkpoint without executing anything: an allow-list machine with an explicit stack.
 
 Names of functions and classes become inert tokens, a tensor becomes a `Rebuilt` description, and everything else is
-None, bool, int, float, str, bytes, list (also for a set), tuple or dict. Nothing is imported, hashed deeply, compared or
-printed, so neither depth nor sharing inside a hostile file costs time.
+None, bool, int, float, str, bytes, list (also for a set), tuple or dict. Nothing is imported, hashed deeply, compared
+or printed, so neither depth nor sharing inside a hostile file costs time.
 """
 
 import struct
@@ -36,6 +36,8 @@ def _tensor(storage, offset, shape, strides, *rest):
 
 
 def _tensor_v3(storage, offset, shape, strides, requires_grad, hooks, dtype, *rest):
+    if type(dtype) is not DType:
+        raise TypeError
     return Rebuilt(None, storage, offset, shape, strides, dtype.name)
 
 
@@ -163,7 +165,8 @@ class PickleReader:
             raise TypeError
         if (module, name) not in ALLOWED:
             raise ColibriError(f"{self.where}: forbidden global {module}.{name}"[:300] + ", expected tensors in dicts "
-                               "alone; save model.state_dict(), and do not load this file elsewhere unless you trust it")
+                               "alone; save model.state_dict(), and do not load this file elsewhere unless you trust "
+                               "it")
         self.stack.append(ALLOWED[module, name])
 
     def _stack_global(self):

@@ -1,4 +1,4 @@
-"""Reads a PyTorch checkpoint without PyTorch: names to lazy tensors over the mapped file, nothing executed or copied."""
+"""Reads a PyTorch checkpoint without PyTorch: lazy tensors over the mapped file, nothing executed or copied."""
 
 import mmap
 import os
@@ -194,19 +194,20 @@ def _read_zip(data, path):
     records = read_directory(data, path)
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if any(name.endswith("/constants.pkl") or "/code/" in name for name in records):
-        raise ColibriError(f"{path}: a TorchScript archive, expected plain tensors; load it with torch.jit.load and save "
-                           "its state_dict()")
+        raise ColibriError(f"{path}: a TorchScript archive, expected plain tensors; load it with torch.jit.load and "
+                           "save its state_dict()")
     if len(pickles) != 1:
-        raise ColibriError(f"{path}: {len(pickles)} data.pkl records in the zip, expected one; this is no torch.save file")
+        raise ColibriError(f"{path}: {len(pickles)} data.pkl records in the zip, expected one; this is no torch.save "
+                           "file")
     prefix = pickles[0][:-len("data.pkl")]
     has_crc = any(record.crc32 for record in records.values())  # torch can be told to write none: all are 0 then
     order = _contents(data, records.get(prefix + "byteorder"), path, has_crc) or b"little"
     if order.strip() != b"little":
-        raise ColibriError(f"{path}: byteorder={order[:16].decode('ascii', 'replace')}, expected little; save it again on a "
-                           "little-endian machine")
+        raise ColibriError(f"{path}: byteorder={order[:16].decode('ascii', 'replace')}, expected little; save it "
+                           "again on a little-endian machine")
     where = f"{path}: data.pkl"
-    reader = PickleReader(_contents(data, records[pickles[0]], path, has_crc), where, max_opcodes=2_000_000 + 200 * len(records))
-    value = reader.load()
+    contents = _contents(data, records[pickles[0]], path, has_crc)
+    value = PickleReader(contents, where, max_opcodes=2_000_000 + 200 * len(records)).load()
     storages = {}
     for name, record in records.items():
         if name.startswith(prefix + "data/"):
@@ -223,17 +224,18 @@ def _contents(data, record, path, has_crc):
         return None
     where = f"{path}: {record.name.rsplit('/', 1)[1]}"
     if record.bytes > MAX_PICKLE_BYTES:
-        raise ColibriError(f"{where}: {record.bytes} bytes, expected at most {MAX_PICKLE_BYTES}; save the tensors alone")
+        raise ColibriError(f"{where}: {record.bytes} bytes, expected at most {MAX_PICKLE_BYTES}; save the tensors "
+                           "alone")
     contents = (b"".join(inflate(data, record, where)) if record.method == DEFLATED
                 else data[record.offset:record.offset + record.bytes])
     if has_crc and zlib.crc32(contents) != record.crc32:
-        raise ColibriError(f"{where}: CRC-32={zlib.crc32(contents):08x}, expected {record.crc32:08x}; the file is damaged, "
-                           "download or save the checkpoint again")
+        raise ColibriError(f"{where}: CRC-32={zlib.crc32(contents):08x}, expected {record.crc32:08x}; the file is "
+                           "damaged, download or save the checkpoint again")
     return contents
 
 
 def _read_legacy(data, path):
-    """(pickled value, {key: Storage}) of the format before torch 1.6: five pickles, then each storage's count and data."""
+    """(pickled value, {key: Storage}) of the format before torch 1.6: five pickles, then each storage's count, data."""
     head, position, values = data[:MAX_PICKLE_BYTES], 0, []
     for name in ("magic", "protocol", "system info", "object", "storage keys"):
         reader = PickleReader(head, f"{path}: {name}", position)
@@ -241,8 +243,9 @@ def _read_legacy(data, path):
         position = reader.position
     _, _, system, value, keys = values
     if type(system) is not dict or system.get("little_endian") is not True or type(keys) is not list:
-        raise ColibriError(f"{path}: corrupt: expected a little-endian checkpoint with a list of storages; save it again")
-    items = {ref.key: np.dtype(NUMPY_DTYPES[ref.dtype]).itemsize for ref in reader_storages(value)
+        raise ColibriError(f"{path}: corrupt: expected a little-endian checkpoint with a list of storages; save it "
+                           "again")
+    items = {ref.key: np.dtype(NUMPY_DTYPES[ref.dtype]).itemsize for ref in _storage_refs(value)
              if ref.dtype in NUMPY_DTYPES}
     storages = {}
     for key in keys:
@@ -250,13 +253,14 @@ def _read_legacy(data, path):
             raise ColibriError(f"{path}: truncated or corrupt list of storages at byte {position}; save it again")
         num_bytes = struct.unpack_from("<q", data, position)[0] * items[key]
         if not 0 <= num_bytes <= len(data) - position - 8:
-            raise ColibriError(f"{path}: truncated: storage {key[:100]} of {num_bytes} bytes runs past the end; save it again")
+            raise ColibriError(f"{path}: truncated: storage {key[:100]} of {num_bytes} bytes runs past the end; save "
+                               "it again")
         storages[key] = Storage(f"{path}: storage {key[:100]}", data, position + 8, num_bytes)
         position += 8 + num_bytes
     return value, storages
 
 
-def reader_storages(value):
+def _storage_refs(value):
     """Every StorageRef in a pickled value, visiting each object once."""
     seen, queue, found = set(), [value], []
     while queue:
@@ -279,8 +283,8 @@ def _named_tensors(value, path):
         if tensors and not inner:
             return tensors
         if len(inner) > 1 or tensors:
-            raise ColibriError(f"{path}: tensors under {' and '.join(inner)}{' and beside it' if tensors else ''}, expected "
-                               "one state dict; save one of them alone")
+            raise ColibriError(f"{path}: tensors under {' and '.join(inner)}{' and beside it' if tensors else ''}, "
+                               "expected one state dict; save one of them alone")
         value = value[inner[0]] if inner else None
     if type(value) is Rebuilt:
         raise ColibriError(f"{path}: no named tensors, only a bare one; expected a dict of names, save a state_dict()")
@@ -301,18 +305,20 @@ def _resolve(rebuilt, name, storages, path):
     if dtype not in NUMPY_DTYPES:
         raise ColibriError(f"{where}: unsupported dtype {dtype}, expected one of {', '.join(NUMPY_DTYPES)}")
     if len(shape) != len(strides) or min(numbers) < 0 or len(shape) > MAX_RANK:
-        raise ColibriError(f"{where}: bad strides {_short(strides)} for shape {_short(shape)}, expected one stride, not "
-                           "negative, for each dimension; save the tensor contiguous")
+        raise ColibriError(f"{where}: bad strides {_short(strides)} for shape {_short(shape)}, expected one stride, "
+                           "not negative, for each dimension; save the tensor contiguous")
     item = np.dtype(NUMPY_DTYPES[dtype]).itemsize
     storage, first, available = _storage(storage_ref, storages, path)
     count = 1
     for size in shape:
         count *= size
     if count * item > max(available, MAX_EXPANDED_BYTES):
-        raise ColibriError(f"{where}: too large: shape {_short(shape)}, but its storage has {available} bytes; save it again")
+        raise ColibriError(f"{where}: too large: shape {_short(shape)}, but its storage has {available} bytes; save "
+                           "it again")
     extent = (offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1) * item if count else 0
     if extent > available:
-        raise ColibriError(f"{where}: out of bounds: shape {_short(shape)}, strides {_short(strides)} and offset {offset} need "
+        raise ColibriError(f"{where}: out of bounds: shape {_short(shape)}, strides {_short(strides)} and offset "
+                           f"{offset} need "
                            f"{_short(extent)} bytes, but its storage has {available}; the checkpoint is damaged")
     return Tensor(name, dtype, shape, strides, storage, first + offset * item)
 
@@ -320,11 +326,12 @@ def _resolve(rebuilt, name, storages, path):
 def _storage(ref, storages, path):
     """(Storage, first byte, bytes) of what a tensor may use; ref's size must be the record's."""
     if ref.key not in storages:
-        raise ColibriError(f"{path}: missing storage data/{_shown(ref.key)}, expected it in the file; save or download it again")
+        raise ColibriError(f"{path}: missing storage data/{_shown(ref.key)}, expected it in the file; save or "
+                           "download it again")
     storage, item = storages[ref.key], np.dtype(NUMPY_DTYPES.get(ref.dtype, "u1")).itemsize
     if ref.numel * item != storage.bytes:
-        raise ColibriError(f"{storage.where}: storage size={storage.bytes} bytes, expected {_short(ref.numel * item)} from "
-                           f"{_short(ref.numel)} items of {ref.dtype}; the checkpoint is damaged")
+        raise ColibriError(f"{storage.where}: storage size={storage.bytes} bytes, expected {_short(ref.numel * item)} "
+                           f"from {_short(ref.numel)} items of {ref.dtype}; the checkpoint is damaged")
     if not 0 <= ref.view_offset <= ref.view_offset + ref.view_numel <= ref.numel:
         raise ColibriError(f"{storage.where}: out of bounds: a view of it is larger than it; the checkpoint is damaged")
     return storage, ref.view_offset * item, ref.view_numel * item

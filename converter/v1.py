@@ -30,15 +30,15 @@ def read(path, hidden, ffn, k):
     """({name: Tensor} in GPT-style names, k) of a version 1 file; hidden and ffn must give its size exactly."""
     data = map_file(path)
     if hidden is None or ffn is None or hidden < 1 or ffn < 1:
-        raise ColibriError(f"{path}: a version 1 file does not tell its dimensions, expected both from flags; give --hidden "
-                           "and --ffn")
+        raise ColibriError(f"{path}: a version 1 file does not tell its dimensions, expected both from flags; give "
+                           "--hidden and --ffn")
     if len(data) < HEADER.size:
         raise ColibriError(f"{path}: truncated: {len(data)} bytes, expected a header of {HEADER.size}")
     _, _, experts, stored_k = HEADER.unpack_from(data)
     expected = HEADER.size + 2 * experts * (2 * ffn * hidden + hidden)
     if len(data) != expected:
-        raise ColibriError(f"{path}: {len(data)} bytes, expected {expected} from num_experts={experts}, hidden={hidden}, "
-                           f"ffn={ffn}; correct --hidden and --ffn")
+        raise ColibriError(f"{path}: {len(data)} bytes, expected {expected} from num_experts={experts}, "
+                           f"hidden={hidden}, ffn={ffn}; correct --hidden and --ffn")
     if k not in (None, stored_k):
         raise ColibriError(f"{path}: k={stored_k}, but --k says {k}; drop the flag")
     storage = Storage(str(path), data, 0, len(data))
@@ -74,7 +74,7 @@ def convert(found, fields, sources, options):
             for piece in _interleaved(matrices):
                 bin_writer.write_all(file, piece)
         bin_writer.write_all(file, np.ascontiguousarray(interleave.converted(router[0], 0, experts, "f16").T))
-    print(f"{options.output}: {num_bytes} bytes, layer {options.layer} of {experts} experts, k={fields['k']}, version 1")
+    print(f"{options.output}: {num_bytes} bytes, version 1, layer {options.layer}, {experts} experts, k={fields['k']}")
 
 
 def _interleaved(matrices):

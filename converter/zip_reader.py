@@ -4,6 +4,7 @@ Stricter than zipfile where leniency could give wrong numbers: one record a name
 local headers that agree with the directory, records inside the file that do not overlap, sizes taken from one place.
 """
 
+import itertools
 import struct
 from collections import namedtuple
 
@@ -33,7 +34,7 @@ def read_directory(data, path):
         taken.append((local_offset, data_offset + record.stored_bytes, record.name))
         offset = next_offset
     taken.sort()
-    for (_, stop, name), (start, _, following) in zip(taken, taken[1:]):
+    for (_, stop, name), (start, _, following) in itertools.pairwise(taken):
         if stop > start:
             raise ColibriError(f"{path}: corrupt zip: records {name} and {following} overlap; {AGAIN}")
     if taken and taken[-1][1] > end:
@@ -58,8 +59,8 @@ def _end_record(data, path):
             raise ColibriError(f"{path}: corrupt zip: its 64-bit end record is missing; {AGAIN}")
         _, _, _, _, disk, directory_disk, _, num_entries, directory_bytes, offset = END64.unpack_from(data, end)
     if disk or directory_disk or num_entries * ENTRY.size > directory_bytes or offset + directory_bytes != end:
-        raise ColibriError(f"{path}: corrupt zip: its directory of {num_entries} records and {directory_bytes} bytes at "
-                           f"{offset} does not end at {end}; the file's start or middle is missing, {AGAIN}")
+        raise ColibriError(f"{path}: corrupt zip: its directory of {num_entries} records and {directory_bytes} bytes "
+                           f"at {offset} does not end at {end}; the file's start or middle is missing, {AGAIN}")
     return num_entries, offset, end
 
 
@@ -77,12 +78,14 @@ def _entry(data, path, offset, end):
     extra = data[name_offset + name_bytes:name_offset + name_bytes + extra_bytes]
     size, stored_bytes, local_offset, disk = _zip64(extra, size, stored_bytes, local_offset, disk)
     if flags & 0x2041:
-        raise ColibriError(f"{path}: record {_shown(name)} is encrypted, expected a plain one; decrypt the archive first")
+        raise ColibriError(f"{path}: record {_shown(name)} is encrypted, expected a plain one; decrypt the archive "
+                           "first")
     if method not in (STORED, DEFLATED):
-        raise ColibriError(f"{path}: record {_shown(name)}: compression method {method}, expected 0 (stored) or 8 (deflated); "
-                           "save the checkpoint again with torch.save")
+        raise ColibriError(f"{path}: record {_shown(name)}: compression method {method}, expected 0 (stored) or 8 "
+                           "(deflated); save the checkpoint again with torch.save")
     if disk or (method == STORED and stored_bytes != size):
-        raise ColibriError(f"{path}: corrupt zip: record {_shown(name)} has {stored_bytes} stored bytes for {size}; {AGAIN}")
+        raise ColibriError(f"{path}: corrupt zip: record {_shown(name)} has {stored_bytes} stored bytes for {size}; "
+                           f"{AGAIN}")
     return Record(name, None, stored_bytes, size, method, crc32), local_offset, next_offset
 
 
@@ -110,8 +113,8 @@ def _local_header(data, path, record, offset):
     _, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(data, offset)
     name = data[offset + LOCAL.size:offset + LOCAL.size + name_bytes].decode("utf-8", "surrogateescape")
     if name != record.name or method != record.method or flags & 0x2041:
-        raise ColibriError(f"{path}: corrupt zip: record {_shown(record.name)} differs between directory and local header; "
-                           f"{AGAIN}")
+        raise ColibriError(f"{path}: corrupt zip: record {_shown(record.name)} differs between directory and local "
+                           f"header; {AGAIN}")
     return offset + LOCAL.size + name_bytes + extra_bytes
 
 

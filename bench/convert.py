@@ -1,0 +1,92 @@
+"""Conversion speed and memory against cp of the same file: python -m bench.convert [--gib 1] [--runs 5]
+
+Generates a GPT-style checkpoint of f16 noise, then alternates cp and the converter, each a process of its own with the
+checkpoint in the page cache. The first number is the median ratio of neighbours, so a busy disk hits both.
+"""
+
+import argparse
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+EXPERTS, HIDDEN, FFN = 32, 1024, 3584
+LAYER_BYTES = 2 * EXPERTS * 2 * HIDDEN * FFN
+
+
+def write_checkpoint(path, num_layers):
+    """A .pt of torch.save's form, written a matrix at a time: two f16 matrices an expert, and routers."""
+    shapes = {}
+    for layer in range(num_layers):
+        name = f"transformer.h.{layer}.mlp."
+        shapes[name + "router.weight"] = (EXPERTS, HIDDEN)
+        for expert in range(EXPERTS):
+            shapes[f"{name}experts.{expert}.w1.weight"] = (FFN, HIDDEN)
+            shapes[f"{name}experts.{expert}.w2.weight"] = (HIDDEN, FFN)
+    noise = np.random.default_rng(0).standard_normal(FFN * HIDDEN, np.float32).astype(np.float16)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}(" + b"".join(
+            _string(name) + b"ctorch._utils\n_rebuild_tensor_v2\n((" + _string("storage") + b"ctorch\nHalfStorage\n"
+            + _string(str(key)) + _string("cpu") + _int(rows * columns) + b"tQK\0" + _int(rows) + _int(columns)
+            + b"\x86" + _int(columns) + b"K\1\x86\x89NtR"
+            for key, (name, (rows, columns)) in enumerate(shapes.items())) + b"u.")
+        for key, (rows, columns) in enumerate(shapes.values()):
+            with archive.open(f"archive/data/{key}", "w", force_zip64=True) as record:
+                record.write(np.roll(noise, key)[:rows * columns].tobytes())
+
+
+def _string(text):
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def _int(value):
+    return b"J" + struct.pack("<i", value)
+
+
+def measure(command):
+    """(seconds, peak anonymous KiB) of a process, sampled every 5 ms."""
+    started, peak = time.perf_counter(), 0
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak = max([peak] + [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")])
+        time.sleep(0.005)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}: exit {process.returncode}")
+    return time.perf_counter() - started, peak
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=1, help="size of the checkpoint")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--directory", help="where to work (default: the temporary directory)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        checkpoint, copy, output = (Path(directory) / name for name in ("moe.pt", "copy.pt", "moe.bin"))
+        write_checkpoint(checkpoint, max(1, round(options.gib * 2 ** 30 / LAYER_BYTES)))
+        convert = [sys.executable, "-m", "converter", checkpoint, output, "--force", "--k", "2", "--activation", "gelu",
+                   "--renormalize"]
+        cp, converter, peaks = [], [], []
+        for _ in range(options.runs):
+            cp.append(measure(["cp", checkpoint, copy])[0])
+            seconds, peak = measure(convert)
+            converter.append(seconds)
+            peaks.append(peak)
+        megabytes = checkpoint.stat().st_size / 1e6
+        ratio = statistics.median(a / b for a, b in zip(converter, cp))
+        print(f"converter / cp: {ratio:.2f} (median of {options.runs})")
+        for name, seconds in (("cp", cp), ("converter", converter)):
+            print(f"{name}: {statistics.median(seconds):.2f} s, {megabytes / statistics.median(seconds):.0f} MB/s, "
+                  f"{min(seconds):.2f} to {max(seconds):.2f} s")
+        print(f"peak RssAnon of the converter: {max(peaks) / 1024:.0f} MiB for {megabytes:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
