@@ -1,0 +1,86 @@
+"""Reads .safetensors files: one, or a folder's shards by their index. Names to lazy tensors over the mapped files."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from colibri.errors import ColibriError
+from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor, map_file
+
+MAX_HEADER_BYTES = 100 << 20
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+          "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
+          "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"}
+
+
+def read_file(path):
+    """{name: Tensor} of one file: a header whose tensors follow each other without holes or overlap to the file's end."""
+    data, end = map_file(path), 0
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8) or data[8:9] != b"{":
+        raise _bad(path, f"header_bytes={length}, expected a JSON header within the file's {len(data)} bytes")
+    try:
+        header = json.loads(data[8:8 + length], object_pairs_hook=lambda pairs: _once(pairs, path))
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, f"header: not JSON ({str(error)[:80]}), expected a JSON object") from None
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(item[1])):
+        dtype, shape = (entry.get("dtype"), entry.get("shape")) if type(entry) is dict else (None, None)
+        if (type(dtype) is not str or dtype not in DTYPES or type(shape) is not list or len(shape) > 8
+                or not all(type(size) is int and 0 <= size < 2 ** 48 for size in shape)):
+            raise _bad(path, f"{name[:100]}: {str(entry)[:100]}, expected dtype (one of {', '.join(DTYPES)}) and shape")
+        num_bytes = prod(shape) * np.dtype(NUMPY_DTYPES[DTYPES[dtype]]).itemsize
+        if _offsets(entry) != (end, end + num_bytes):
+            raise _bad(path, f"{name[:100]}: data_offsets={str(entry.get('data_offsets'))[:60]}, expected "
+                             f"{[end, end + num_bytes]} from its shape and the tensor before it")
+        storage = Storage(str(path), data, 8 + length + end, num_bytes)
+        tensors[name] = Tensor(name, DTYPES[dtype], tuple(shape), _strides(shape), storage, 0)
+        end += num_bytes
+    if 8 + length + end != len(data):
+        raise _bad(path, f"bytes={len(data)}, expected {8 + length + end} from the header")
+    return {name: tensors[name] for name in header}
+
+
+def read_shards(index_path, read=read_file):
+    """{name: Tensor} of a folder's *.index.json: every shard that it names, each holding exactly the names it lists."""
+    try:
+        weight_map = json.loads(Path(index_path).read_bytes())["weight_map"]
+        shards = {shard: Path(index_path).parent / shard for shard in dict.fromkeys(weight_map.values())}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _bad(index_path, "not readable, expected JSON with weight_map: {tensor: file}") from None
+    tensors = {}
+    for shard, path in shards.items():
+        if type(shard) is not str or Path(shard).name != shard or not path.is_file():
+            raise _bad(index_path, f"{str(shard)[:100]}: no such file beside it, expected every shard that it names")
+        named = {name for name, home in weight_map.items() if home == shard}
+        held = read(path)
+        if held.keys() != named:
+            raise _bad(path, f"{min(held.keys() ^ named)[:100]}: in one of file and {Path(index_path).name} "
+                             "only, expected each tensor in both")
+        tensors.update(held)
+    return {name: tensors[name] for name in weight_map}
+
+
+def _offsets(entry):
+    offsets = entry.get("data_offsets") if type(entry) is dict else None
+    valid = type(offsets) is list and len(offsets) == 2 and all(type(offset) is int for offset in offsets)
+    return tuple(offsets) if valid else (-1, -1)
+
+
+def _once(pairs, path):
+    """A JSON object whose keys are there once."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise _bad(path, "header: a name stands there twice, expected each tensor once")
+    return result
+
+
+def _strides(shape):
+    return tuple(prod(shape[axis + 1:]) for axis in range(len(shape)))
+
+
+def _bad(path, cause):
+    return ColibriError(f"{path}: {cause}; download or save the checkpoint again")
