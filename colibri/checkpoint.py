@@ -65,6 +65,7 @@ class Checkpoint:
         self.header_bytes = self.data[:struct.itemsize].tobytes()
         record = np.frombuffer(self.header_bytes, struct)[0]
         header = {name: record[name].item() for name in struct.names if name != "reserved"}
+        self.expect(not record["reserved"].any(), "reserved", "not zero", 0)
         self.expect(header["header_bytes"] == struct.itemsize, "header_bytes", header["header_bytes"], struct.itemsize)
         self.expect(header["file_bytes"] == size, "size", size, f"{header['file_bytes']} bytes from the header",
                     "the file is cut off or has grown, convert again")

@@ -1,0 +1,56 @@
+"""What several tests share: the example model as a .bin, and the command lines as programs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked gpu run where there is a GPU."""
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def program(module, *arguments, environment=(), **options):
+    """python -m module arguments, run in the project; returns the CompletedProcess with bytes."""
+    return subprocess.run([sys.executable, "-m", module, *map(str, arguments)], cwd=options.pop("cwd", ROOT),
+                          env={**os.environ, "PYTHONPATH": str(ROOT), **dict(environment)}, capture_output=True,
+                          check=False, timeout=300, **options)
+
+
+@pytest.fixture(scope="session")
+def moe_32(tmp_path_factory):
+    """models/moe-32.pt, converted."""
+    path = tmp_path_factory.mktemp("models") / "moe-32.bin"
+    made = program("converter", "models/moe-32.pt", path)
+    assert made.returncode == 0, made.stderr
+    return path
+
+
+@pytest.fixture(scope="session")
+def engine(moe_32):
+    from colibri.engine import Engine
+    with Engine(moe_32, backend="host") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def gpt_moe_32(tmp_path_factory):
+    """A function: the GPT-style checkpoint, converted for an activation."""
+    folder = tmp_path_factory.mktemp("gpt")
+
+    def convert(activation):
+        path = folder / f"{activation}.bin"
+        if not path.exists():
+            made = program("converter", DATA / "gpt-moe-32.pt", path, "--k", 2, "--activation", activation,
+                           "--renormalize")
+            assert made.returncode == 0, made.stderr
+        return path
+    return convert

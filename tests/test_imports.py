@@ -1,0 +1,50 @@
+"""The direction of dependencies, and what starting up may import."""
+
+import ast
+import subprocess
+import sys
+
+from conftest import ROOT
+
+# Each module may import those named before it, and nothing else of the project.
+MAY_IMPORT = {
+    "__init__": (), "errors": (), "headers": ("errors",), "checkpoint": ("headers", "errors"),
+    "build": ("headers", "checkpoint", "errors"), "native": ("headers", "errors"),
+    "weights": ("headers", "checkpoint", "errors"), "graphs": ("errors",),
+    "device": ("headers", "checkpoint", "weights", "graphs", "errors"),
+    "engine": ("headers", "checkpoint", "build", "native", "weights", "device", "graphs", "errors"),
+    "report": ("errors",), "run": ("headers", "checkpoint", "build", "engine", "report", "errors"),
+}
+
+
+def imported(path):
+    """Full names of every module that a file imports, at any depth."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_dependencies_point_one_way():
+    for path in (ROOT / "colibri").glob("*.py"):
+        for name in imported(path):
+            parts = name.split(".")
+            assert parts[0] not in ("bench", "tests", "converter"), f"{path.name} imports {name}"
+            if parts[0] == "colibri":
+                assert parts[1] in MAY_IMPORT[path.stem], f"{path.name} imports {name}"
+            assert parts[0] != "cuda" or path.stem == "device", f"{path.name} imports {name}"
+
+
+def test_converter_stands_alone():
+    for path in (ROOT / "converter").glob("*.py"):
+        for name in imported(path):
+            parts = name.split(".")
+            known = parts[0] in sys.stdlib_module_names or parts[0] in ("numpy", "tqdm", "converter")
+            assert known or parts[:2] in (["colibri", "headers"], ["colibri", "errors"]), f"{path.name} imports {name}"
+
+
+def test_host_run_imports_no_cuda_and_no_progress_bar():
+    script = "import sys, colibri.run; print([m for m in ('cuda', 'tqdm', 'numpy.random') if m in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "cuda" not in printed.stdout and "tqdm" not in printed.stdout
