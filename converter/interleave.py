@@ -68,14 +68,14 @@ def _gated_pieces(parts, first):
 
 
 def transposed(panel):
-    """panel.T, contiguous. Groups of columns move as 8-byte words first: twice as fast as one element at a time."""
+    """A copy of panel.T, contiguous. Groups of columns move as 8-byte words first: twice as fast as one element at a time."""
     rows, columns = panel.shape
     group = 8 // panel.itemsize
     if columns % group:
-        return np.ascontiguousarray(panel.T)
+        return panel.T.copy()
     words = np.ascontiguousarray(panel.view(np.uint64).T)
     elements = words.view(panel.dtype).reshape(columns // group, rows, group)
-    return np.ascontiguousarray(elements.transpose(0, 2, 1)).reshape(columns, rows)
+    return elements.transpose(0, 2, 1).copy().reshape(columns, rows)
 
 
 def converted(tensor, start, stop, dtype):

@@ -124,11 +124,11 @@ def sources(found, header, path):
     if missing:
         raise ColibriError(f"{path}: missing tensor {missing[0]}{_more(missing)}, expected {header['num_experts']} "
                            f"experts in each of {header['num_layers']} layers; the checkpoint is incomplete")
+    _check_extra(found, header, path)
     for name in names:
         for place in found.tensors[name].values():
             for index, tensor in place.items():
                 _check(tensor, found.family.parts[name][index], header, path)
-    _check_extra(found, header, path)
     return result
 
 

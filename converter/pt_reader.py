@@ -78,7 +78,7 @@ class DeflatedStorage(Storage):
         return super().bytes_at(start, stop)
 
     def check(self, stop=None):
-        if self.mapping is None:
+        if self.mapping is None and self.bytes:
             self.mapping = self._inflate()
         super().check(stop)
 
@@ -96,8 +96,10 @@ def inflate(data, record, where):
     try:
         for start in range(record.offset, record.offset + record.stored_bytes, 1 << 20):
             piece = data[start:min(start + (1 << 20), record.offset + record.stored_bytes)]
-            while piece:
-                inflated = engine.decompress(piece, min(CRC_BYTES, left + 1))
+            inflated, limit = b"", 0
+            while piece or len(inflated) == limit:  # a full answer: the engine may hold more
+                limit = min(CRC_BYTES, left + 1)
+                inflated = engine.decompress(piece, limit)
                 left -= len(inflated)
                 if left < 0:
                     raise ColibriError(f"{where}: inflates to more than {record.bytes} bytes, expected that many; "

@@ -1,0 +1,159 @@
+"""converter/names.py and converter/config.py: every tensor used or named, every number known or asked for."""
+
+import json
+
+import numpy as np
+import pytest
+from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, write_pt
+
+from colibri.errors import ColibriError
+from converter import config, names
+from converter.pt_reader import read_checkpoint
+
+FLAGS = {"k": 2, "activation": "gelu", "renormalize": True}
+EXPERT = "transformer.h.1.mlp.experts.2.w1.weight"
+
+
+def plan(tmp_path, arrays, values=None, flags=None):
+    """(header fields, sources) of arrays by name, a config's values and flags."""
+    path = write_pt(tmp_path / "model.pt", arrays)
+    if values is not None:
+        (tmp_path / "model.json").write_text(json.dumps(values))
+    found = names.collect(read_checkpoint(path), path)
+    fields = config.header_fields(found, config.load(None, path, flags or {}), path)
+    names.settle_ties(found, fields, path)
+    return fields, names.sources(found, fields, path)
+
+
+def refusal(*arguments):
+    with pytest.raises(ColibriError) as caught:
+        plan(*arguments)
+    return str(caught.value)
+
+
+def changed(arrays, **changes):
+    return {**arrays, **{name.replace("__", "."): value for name, value in changes.items()}}
+
+
+def without(values, *keys):
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def test_numbers_sort_as_numbers(tmp_path):
+    arrays = gpt_arrays(layers=11, experts=12, hidden=2, ffn=3)
+    shuffled = {name: arrays[name] for name in np.random.default_rng(0).permutation(list(arrays))}
+    fields, sources = plan(tmp_path, shuffled, None, FLAGS)
+    assert (fields["num_layers"], fields["num_experts"], fields["hidden"], fields["ffn"]) == (11, 12, 2, 3)
+    for layer in range(11):
+        experts = [parts[0] for parts in sources[f"layers.{layer}.experts_up"]]
+        assert [tensor.name for tensor in experts] == [
+            f"transformer.h.{layer}.mlp.experts.{expert}.w1.weight" for expert in range(12)]
+        np.testing.assert_array_equal(experts[10].array(), arrays[experts[10].name])
+
+
+def test_mixtral_parts(tmp_path):
+    fields, sources = plan(tmp_path, mixtral_arrays(), MIXTRAL_CONFIG)
+    assert [tensor.name.split(".")[-2] for tensor in sources["layers.1.qkv"][0]] == ["q_proj", "k_proj", "v_proj"]
+    assert [tensor.name.split(".")[-2] for tensor in sources["layers.1.experts_up"][2]] == ["w1", "w3"]
+    assert [tensor.name.split(".")[-2] for tensor in sources["layers.0.experts_down"][0]] == ["w2"]
+    expected = {"num_layers": 2, "num_experts": 3, "k": 2, "hidden": 10, "ffn": 6, "num_heads": 4, "num_kv_heads": 2,
+                "head_dim": 6, "vocab_size": 11, "max_positions": 64, "gated": 1, "renormalize": 1, "activation": 0,
+                "router_kind": 0, "norm_kind": 1, "rope_kind": 1, "norm_eps": 1e-5, "rope_theta": 1e4,
+                "tied_embeddings": 0}
+    assert {name: fields[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_prefixes_are_stripped(tmp_path, prefix):
+    fields, _ = plan(tmp_path, {prefix + name: array for name, array in gpt_arrays().items()}, None, FLAGS)
+    assert fields["num_experts"] == 3
+
+
+def test_ignored_names(tmp_path):
+    arrays = changed(mixtral_arrays(), model__layers__1__self_attn__rotary_emb__inv_freq=np.ones(3, np.float32))
+    assert plan(tmp_path, arrays, MIXTRAL_CONFIG)[0]["num_layers"] == 2
+
+
+def test_tied_embeddings(tmp_path):
+    arrays, tied = mixtral_arrays(), {**MIXTRAL_CONFIG, "tie_word_embeddings": True}
+    assert "lm_head" not in plan(tmp_path, without(arrays, "lm_head.weight"), tied)[1]
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    assert "lm_head" not in plan(tmp_path, arrays, tied)[1]
+    arrays["lm_head.weight"] = arrays["lm_head.weight"] + np.float16(1)
+    assert "lm_head.weight: differs from model.embed_tokens.weight" in refusal(tmp_path, arrays, tied)
+    assert "missing tensor lm_head.weight" in refusal(tmp_path, without(arrays, "lm_head.weight"), MIXTRAL_CONFIG)
+
+
+def test_newer_config_keeps_theta_in_rope_parameters(tmp_path):
+    values = {**without(MIXTRAL_CONFIG, "rope_theta"), "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    assert plan(tmp_path, mixtral_arrays(), values)[0]["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize("arrays, cause", [
+    (without(gpt_arrays(), EXPERT), f"missing tensor {EXPERT}, expected 3 experts in each of 2 layers"),
+    (without(gpt_arrays(), "transformer.h.1.mlp.router.weight"), "missing tensor transformer.h.1.mlp.router.weight"),
+    (changed(gpt_arrays(), transformer__h__7__mlp__router__weight=np.ones((3, 10), "f4")),
+     "missing tensor transformer.h.2.mlp.router.weight"),
+    (changed(gpt_arrays(), transformer__h__0__attn__bias=np.ones(3, "f4")),
+     "unknown tensor transformer.h.0.attn.bias, expected gpt's names alone"),
+    (changed(gpt_arrays(), **{EXPERT.replace("2", "02"): np.ones((6, 10), "f4")}), "unknown tensor"),
+    ({**gpt_arrays(), EXPERT: np.ones((10, 6), "f4")},
+     f"{EXPERT}: shape=(10, 6), expected (6, 10) from ffn=6, hidden=10; the checkpoint and its config disagree"),
+    ({**gpt_arrays(), EXPERT: np.ones((6, 10), np.int8)}, f"{EXPERT}: dtype=int8, expected one of float16"),
+    ({**gpt_arrays(), "module." + EXPERT: np.ones((6, 10), "f4")}, f"module.{EXPERT}: stands for {EXPERT}"),
+    ({"model.layers.0.mlp.experts.gate_up": np.ones((6, 10), "f4")}, "family not known by its tensor names"),
+])
+def test_tensors_are_used_or_named(tmp_path, arrays, cause):
+    assert cause in refusal(tmp_path, arrays, None, FLAGS)
+
+
+@pytest.mark.parametrize("change, cause", [
+    ({"num_experts_per_tok": None}, "num_experts_per_tok is not known, expected it from a config or a flag; give --k"),
+    ({"hidden_act": None}, "give --activation"),
+    ({"hidden_act": "quick_gelu"}, "activation=quick_gelu, expected one of silu, gelu, relu"),
+    ({"num_key_value_heads": None}, "num_key_value_heads is not known"),
+    ({"num_key_value_heads": 3}, "num_kv_heads=3, expected a divisor of num_heads=4"),
+    ({"num_experts_per_tok": 4}, "k=4, expected 1 to 16, and at most num_experts"),
+    ({"num_local_experts": 300}, "num_experts=300, expected 1 to 256"),
+    ({"num_local_experts": 2}, "extra tensor model.layers.0.block_sparse_moe.experts.2.w1.weight, expected"),
+    ({"num_local_experts": 4}, "missing tensor model.layers.0.block_sparse_moe.experts.3.w1.weight"),
+    ({"num_hidden_layers": 1}, "extra tensor model.layers.1."),
+    ({"hidden_size": 16}, "model.embed_tokens.weight: shape=(11, 10), expected (11, 16) from hidden=16, vocab_size=11"),
+    ({"hidden_size": "10"}, 'hidden_size="10", expected int'), ({"hidden_size": True}, "hidden_size=true, expected int"),
+    ({"hidden_size": 1 << 40}, "expected 0 to 2^32 - 1"), ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
+    ({"rope_theta": None}, "rope_theta=null, expected a positive number"),
+    ({"sliding_window": 32}, "sliding_window=32, expected none below max_position_embeddings=64"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, 'rope_scaling="yarn", expected default'),
+    ({"rope_parameters": {"rope_type": "llama3"}}, 'rope_scaling="llama3", expected default'),
+    ({"model_type": "phimoe"}, 'model_type="phimoe", expected mixtral'), ({"norm_topk_prob": False}, "renormalize"),
+])
+def test_configs_that_cannot_be_right(tmp_path, change, cause):
+    message = refusal(tmp_path, mixtral_arrays(), {**MIXTRAL_CONFIG, **change})
+    assert cause in message and "model.json" in message or cause in message and "model.pt" in message
+
+
+@pytest.mark.parametrize("missing, flag", [("k", "--k"), ("activation", "--activation"),
+                                           ("renormalize", "--renormalize or --no-renormalize")])
+def test_what_a_stack_cannot_tell_is_asked_for(tmp_path, missing, flag):
+    assert f"give {flag}" in refusal(tmp_path, gpt_arrays(), None, without(FLAGS, missing))
+
+
+def test_flags_and_config_must_agree(tmp_path):
+    values = {"k": 2, "activation": "gelu", "renormalize": False}
+    assert plan(tmp_path, gpt_arrays(), values)[0]["renormalize"] == 0
+    assert "--k: 3, but" in refusal(tmp_path, gpt_arrays(), values, {"k": 3})
+
+
+def test_config_files(tmp_path):
+    (tmp_path / "config.json").write_text('{"k": 1}')
+    checkpoint = tmp_path / "model.pt"
+    assert config.load(None, checkpoint, {}).get("k") == 1
+    (tmp_path / "model.json").write_text('{"k": 2}')
+    assert config.load(None, checkpoint, {}).get("k") == 2
+    assert config.load(tmp_path / "config.json", checkpoint, {}).get("k") == 1
+    for content in ("{", "[1]", "[" * 100_000, "\xff"):
+        (tmp_path / "bad.json").write_bytes(content.encode("latin-1"))
+        with pytest.raises(ColibriError, match=r"bad\.json"):
+            config.load(tmp_path / "bad.json", checkpoint, {})
+    with pytest.raises(ColibriError, match="No such file"):
+        config.load(tmp_path / "none.json", checkpoint, {})

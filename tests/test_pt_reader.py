@@ -1,0 +1,196 @@
+"""converter/pt_reader.py on the checkpoint cases and on files made here: right arrays, or one clear error."""
+
+import json
+import time
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from converter_files import integer, state_dict, tensor, text, write_pt, write_zip
+
+from colibri.errors import ColibriError
+from converter.pt_reader import read_checkpoint
+
+CASES = Path(__file__).parent / "data" / "pt"
+MANIFEST = {case["name"]: case for case in json.loads((CASES / "manifest.json").read_text())["cases"]}
+MATRIX = np.arange(12, dtype=np.float32).reshape(3, 4)
+REFUSED = ["legacy_tar"]  # of the cases that may be either
+
+
+def read(path):
+    return {name: np.array(item.array()) for name, item in read_checkpoint(path).items()}
+
+
+def refusal(path):
+    """The one clear error of a file, with bounds on time and memory."""
+    tracemalloc.start()
+    started = time.perf_counter()
+    with pytest.raises(ColibriError) as caught:
+        read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert time.perf_counter() - started < 20 and peak < 256 << 20
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, case in MANIFEST.items() if case["expect"] == "ok"]
+                         + [name for name, case in MANIFEST.items()
+                            if case["expect"] == "either" and case["level"] == "container" and name not in REFUSED])
+def test_case_gives_its_arrays(name):
+    checkpoint, expected = read_checkpoint(CASES / f"{name}.pt"), np.load(CASES / f"{name}.npz")
+    assert set(checkpoint) == set(expected.files)
+    for key in expected.files:
+        array = np.array(checkpoint[key].array())
+        assert checkpoint[key].dtype == MANIFEST[name]["dtypes"][key]
+        assert array.dtype == expected[key].dtype and array.shape == expected[key].shape
+        assert array.tobytes() == expected[key].tobytes(), key
+
+
+@pytest.mark.parametrize("name", REFUSED + [name for name, case in MANIFEST.items()
+                                            if case["expect"] == "error" and case["level"] == "container"])
+def test_case_is_refused(name):
+    message = refusal(CASES / f"{name}.pt")
+    for word in json.loads((CASES / f"{name}.json").read_text())["mention"]:
+        assert word in message
+
+
+@pytest.mark.parametrize("name", [name for name, case in MANIFEST.items() if case["level"] == "converter"
+                                  and case["expect"] != "ok" and (CASES / f"{name}.pt").exists()])
+def test_converter_case_reads_as_a_container(name):
+    assert len(read(CASES / f"{name}.pt")) > 10
+
+
+def test_strides_dtypes_and_rows(tmp_path):
+    generator = np.random.default_rng(1)
+    arrays = {"a": generator.standard_normal((5, 7)).astype(np.float32).T,
+              "b": generator.standard_normal((3, 4, 5)).astype(np.float16).transpose(1, 2, 0),
+              "c": generator.integers(0, 60000, 9, dtype=np.uint16), "d": np.zeros((0, 3), np.float32),
+              "e": np.array(2.5, np.float64)}
+    checkpoint = read_checkpoint(write_pt(tmp_path / "a.pt", arrays))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(checkpoint[name].array(), array)
+    np.testing.assert_array_equal(checkpoint["b"].rows(1, 3), arrays["b"][1:3])
+    np.testing.assert_array_equal(checkpoint["c"].rows(8, 9), arrays["c"][8:])
+
+
+@pytest.mark.parametrize("wrap", [["model"], ["module"], ["module", "model"], ["state_dict"]])
+def test_state_dict_inside_dicts(tmp_path, wrap):
+    np.testing.assert_array_equal(read(write_pt(tmp_path / "a.pt", {"w": MATRIX}, wrap))["w"], MATRIX)
+
+
+def test_training_checkpoint_with_other_things(tmp_path):
+    pickled, storages = state_dict({"w": MATRIX})
+    body = (b"}(" + text("model") + pickled + text("epoch") + integer(3) + text("optimizer") + b"}(" + text("lr")
+            + b"G" + bytes(8) + integer(0) + b"(" + integer(1) + integer(2) + b"t" + b"uu")
+    assert list(read(write_zip(tmp_path / "a.pt", body, storages))) == ["w"]
+
+
+def test_two_state_dicts_are_ambiguous(tmp_path):
+    pickled, storages = state_dict({"w": MATRIX})
+    path = write_zip(tmp_path / "a.pt", b"}(" + text("model") + pickled + text("module") + pickled + b"u", storages)
+    assert "model and module" in refusal(path)
+
+
+def test_deflated_records(tmp_path):
+    path = write_pt(tmp_path / "a.pt", {"w": MATRIX, "v": MATRIX.T, "empty": np.zeros((0, 2), "f4")},
+                    compression=zipfile.ZIP_DEFLATED)
+    np.testing.assert_array_equal(read(path)["w"], MATRIX)
+    assert read(path)["empty"].shape == (0, 2)
+    np.testing.assert_array_equal(read_checkpoint(path)["v"].rows(1, 2), MATRIX.T[1:2])
+
+
+def test_expanded_tensor_reads_and_a_huge_one_does_not(tmp_path):
+    small = text("w") + tensor("FloatStorage", "0", 4, 0, (3, 4), (0, 1))
+    path = write_zip(tmp_path / "a.pt", b"}" + small + b"s", {"0": MATRIX[1].tobytes()})
+    np.testing.assert_array_equal(read(path)["w"], np.tile(MATRIX[1], (3, 1)))
+    huge = text("w") + tensor("FloatStorage", "0", 4, 0, (1 << 40, 4), (0, 1))
+    assert "too large" in refusal(write_zip(tmp_path / "b.pt", b"}" + huge + b"s", {"0": MATRIX[1].tobytes()}))
+
+
+def test_damage_is_found_when_the_rows_are_read(tmp_path):
+    rows = np.random.default_rng(2).standard_normal((1000, 300)).astype(np.float32)
+    path = write_pt(tmp_path / "a.pt", {"w": rows})
+    data = bytearray(path.read_bytes())
+    data[data.index(rows[500].tobytes()) + 7] ^= 16
+    path.write_bytes(data)
+    read_rows = read_checkpoint(path)["w"].rows
+    np.testing.assert_array_equal(read_rows(0, 100), rows[:100])
+    with pytest.raises(ColibriError, match=r"a\.pt: data/0: CRC-32="):
+        read_rows(900, 1000)
+
+
+def test_big_endian_is_refused(tmp_path):
+    assert "byteorder=big" in refusal(write_pt(tmp_path / "a.pt", {"w": MATRIX}, extra=[("byteorder", b"big")]))
+
+
+SHARED_TOWER = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(1, 61))
+DEEP_TUPLE = b")" + b"\x85" * 100_000
+
+
+@pytest.mark.parametrize("key", [SHARED_TOWER, DEEP_TUPLE], ids=["shared", "deep"])
+def test_hostile_keys_are_never_hashed(tmp_path, key):
+    pickled, storages = state_dict({"w": MATRIX})
+    path = write_zip(tmp_path / "a.pt", b"}(" + text("model") + pickled + key + b"Nu", storages)
+    assert list(read(path)) == ["w"]
+
+
+def test_deep_calls_are_refused(tmp_path):
+    call = b"ctorch._tensor\n_rebuild_from_type_v2\nq\x01"
+    arguments = b")q\x020" + b"(h\x01Nh\x02Ntq\x020" * 20_000
+    assert "corrupt pickle" in refusal(write_zip(tmp_path / "a.pt", call + arguments + b"h\x02R", {}))
+
+
+def test_a_pickle_bomb_is_bounded(tmp_path):
+    path = write_zip(tmp_path / "a.pt", b"]" + b"]\x94" * (20 << 20), {}, zipfile.ZIP_DEFLATED)
+    assert "opcodes" in refusal(path)
+
+
+@pytest.mark.parametrize("body, cause", [
+    (b"cbuiltins\neval\n", "forbidden global builtins.eval"),
+    (text("os") + text("system") + b"\x93", "forbidden global os.system"),
+    (b"(S'ls'\nios\nsystem\n", "forbidden opcode 0x53"),
+    (b"ctorch\nFloatStorage\n)\x81", "forbidden opcode 0x81"),
+    (b"Plocation\n", "forbidden opcode 0x50"),
+    (b"ctorch\nFloatStorage\n)R", "corrupt pickle"),
+    (b"\x8b\xff\xff\xff\x7f", "corrupt pickle"),
+    (b"h\x09", "corrupt pickle"), (b"(", "corrupt pickle"), (b"s", "corrupt pickle"), (b"\x80\x09N", "corrupt pickle"),
+    (b"]}b", "corrupt pickle"), (text("x") + b"Q", "corrupt pickle"), (b"", "corrupt pickle"),
+])
+def test_only_the_allow_list_is_read(tmp_path, body, cause):
+    assert cause in refusal(write_zip(tmp_path / "a.pt", body, {}))
+
+
+@pytest.mark.parametrize("content, cause", [(b"", "0 bytes"), (b"hello", "not a checkpoint"),
+                                            (b"COLI" + bytes(99), "Colibri .bin"), (b"PK\3\4", "truncated")])
+def test_other_files(tmp_path, content, cause):
+    path = tmp_path / "a.pt"
+    path.write_bytes(content)
+    assert cause in refusal(path)
+
+
+def test_missing_file_and_directory(tmp_path):
+    assert "No such file" in refusal(tmp_path / "none.pt")
+    assert "directory" in refusal(tmp_path)
+
+
+def test_random_damage_never_escapes(tmp_path):
+    """Whatever is flipped or cut: the same arrays, or a ColibriError."""
+    original = write_pt(tmp_path / "good.pt", {"w": MATRIX, "v": MATRIX.T, "u": MATRIX.astype(np.float16)})
+    expected, data = read(original), original.read_bytes()
+    generator, path, refused = np.random.default_rng(3), tmp_path / "bad.pt", 0
+    for trial in range(600):
+        damaged = bytearray(data[:generator.integers(1, len(data))] if trial % 4 == 0 else data)
+        for _ in range(generator.integers(1, 4)):
+            damaged[generator.integers(len(damaged))] ^= 1 << generator.integers(8)
+        path.write_bytes(damaged)
+        try:
+            arrays = read(path)
+        except ColibriError:
+            refused += 1
+            continue
+        assert {name: array.tobytes() for name, array in arrays.items()} == {
+            name: array.tobytes() for name, array in expected.items()} or set(arrays) != set(expected), trial
+    assert refused > 300
