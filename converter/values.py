@@ -1,0 +1,52 @@
+"""A config.json's values, asked for by name and kind, and the refusal of what Colibri cannot honour."""
+
+import json
+
+from colibri.errors import ColibriError
+
+
+class Values:
+    """A config file's values, each asked for by name and kind."""
+
+    def __init__(self, values, where):
+        self.values, self.where = values, where
+
+    def get(self, names, kind=int, default=None):
+        """The value under the first of `names` ("a|b") that is there; those there must agree. A dot goes deeper."""
+        found = [(name, value) for name in names.split("|") if (value := self._at(name)) is not None]
+        if not found:
+            return default
+        name, value = found[0]
+        other = next((pair for pair in found if pair[1] != value), None)
+        if other:
+            raise self.bad(other[0], other[1], f"{value!r} as in {name}")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (kind in (int, float) and not 0 <= value < 2 ** 32):
+            raise self.bad(name, value, f"{kind.__name__}, not negative" if kind in (int, float) else kind.__name__)
+        return value
+
+    def need(self, names, kind=int):
+        value = self.get(names, kind)
+        if value is None:
+            raise ColibriError(f"{self.where}: {names.split('|')[0]} is not there, expected {kind.__name__}; "
+                               "complete the config")
+        return value
+
+    def flag(self, names, default=False):
+        return int(self.get(names, bool, default))
+
+    def accept(self, key, allowed):
+        value = self._at(key)
+        if value is not None and value not in allowed:
+            raise self.bad(key, value, " or ".join(map(json.dumps, allowed)) or "none")
+
+    def bad(self, key, value, expected):
+        return ColibriError(f"{self.where}: {key}={json.dumps(value)[:80]}, expected {expected}; Colibri computes "
+                            "nothing else for this family")
+
+    def _at(self, path):
+        value = self.values
+        for key in path.split("."):
+            value = value.get(key) if type(value) is dict else None
+        return value

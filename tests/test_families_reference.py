@@ -1,0 +1,104 @@
+"""Every family's config and tensors, through the canonical model in NumPy, against the original's logits and tokens."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference_families
+
+from colibri.errors import ColibriError
+from converter import families, pt_reader, safetensors_reader
+
+CASES = Path(__file__).parent / "data" / "families"
+# The recorded models' rotary frequencies had been rounded to the stored dtype before they ran in float32.
+ROUNDED = {"qwen3_moe": "bfloat16", "gpt_oss": "bfloat16", "glm4_moe": "bfloat16", "deepseek_v3": "float16"}
+
+
+def checkpoint(folder):
+    if (folder / "model.safetensors.index.json").exists():
+        return safetensors_reader.read_shards(folder / "model.safetensors.index.json")
+    if (folder / "model.safetensors").exists():
+        return safetensors_reader.read_file(folder / "model.safetensors")
+    return pt_reader.read_checkpoint(folder / "pytorch_model.bin")
+
+
+def config(name):
+    return json.loads((CASES / name / "config.json").read_text())
+
+
+def model(name):
+    """(header fields, {Colibri name: array})."""
+    family, fields = families.header_fields(config(name), name)
+    bound = families.sources(family, checkpoint(CASES / name), fields, name)
+    return fields, {key: array(experts) for key, experts in bound.sources.items()}
+
+
+def array(experts):
+    stacked = [np.concatenate([widened(tensor) for tensor in parts]) for parts in experts]
+    return np.stack(stacked) if len(stacked) > 1 else stacked[0]
+
+
+def widened(tensor):
+    values = tensor.array()
+    wide = values.astype(np.uint32) << 16 if tensor.dtype == "bfloat16" else values
+    return wide.view(np.float32) if tensor.dtype == "bfloat16" else wide.astype(np.float32)
+
+
+def rounded(values, dtype):
+    if dtype == "float16":
+        return values.astype(np.float16).astype(np.float32)
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_logits_and_greedy_tokens_are_the_originals(name):
+    fields, weights = model(name)
+    if name in ROUNDED:
+        weights["rope_frequencies"] = rounded(weights["rope_frequencies"], ROUNDED[name])
+    expected = np.load(CASES / f"{name}.npz")
+    got = np.stack([reference_families.logits(fields, weights, ids) for ids in expected["ids"]])
+    exact = np.stack([reference_families.logits(fields, weights, ids, np.float64) for ids in expected["ids"]])
+    scale = np.abs(expected["logits"]).max()
+    # dbrx's residual stream has a mean 800 times its deviation: float32 itself rounds away more than 1e-5 there.
+    assert np.abs(got - expected["logits"]).max() <= max(1e-5 * scale, 2 * np.abs(got - exact).max())
+    for ids, tokens in zip(expected["ids"], expected["greedy"]):
+        read = np.concatenate([ids[:8], tokens[:-1]])
+        assert reference_families.logits(fields, weights, read)[7:].argmax(1).tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_tensor_is_needed(name):
+    family, fields = families.header_fields(config(name), name)
+    tensors = checkpoint(CASES / name)
+    for left_out in list(tensors)[::7]:
+        with pytest.raises(ColibriError, match="missing tensor"):
+            families.sources(family, {key: value for key, value in tensors.items() if key != left_out}, fields, name)
+
+
+REFUSED = [
+    ("mixtral", {"model_type": "bert"}, "model_type=bert, expected one of mixtral, olmoe"),
+    ("mixtral", {"hidden_act": "gelu_new"}, "hidden_act"),
+    ("mixtral", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_type=\"longrope\""),
+    ("mixtral", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=\"dynamic\""),
+    ("mixtral", {"rope_parameters": {"rope_theta": 1e4, "full_attention": {}}}, "full_attention"),
+    ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("mixtral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+    ("mixtral", {"num_experts": 9}, "num_experts=9"),
+    ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quant_method"),
+    ("olmoe", {"num_hidden_layers": None}, "num_hidden_layers is not there"),
+    ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+    ("dbrx", {"ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 2,
+                             "moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_would_compute_something_else_is_refused(name, change, message):
+    with pytest.raises(ColibriError, match=message):
+        families.header_fields({**config(name), **change}, name)
