@@ -111,7 +111,6 @@ def correction(*templates):
 
 QWEN = {**router("mlp.gate.weight"), **experts(experts_on_disk("mlp"), experts_fused())}
 MIXTRAL_EXPERTS = experts(experts_on_disk("block_sparse_moe", "w1", "w3", "w2"), experts_fused())
-EXPERT_BIAS = "num_experts * expert_bias, 2 * ffn"
 GPT_OSS = {
     **router("mlp.router.weight"), L + "router_logit_bias": [[P(L + "mlp.router.bias", "num_experts")]],
     L + "experts_up": [[P(L + "mlp.experts.gate_up_proj", "num_experts, hidden, 2 * ffn", view)
@@ -420,14 +419,58 @@ def header_fields(config, where):
     return family, fields
 
 
-def sources(family, tensors, fields, where):
+MOE = [L + key for key in ("router", "router_bias", "router_logit_bias", "experts_up", "experts_up_bias",
+                           "experts_down", "experts_down_bias", "mlp_up", "mlp_down", "shared_gate", "ffn_out_bias")]
+
+
+def bare_fields(tensors, where):
+    """(Family, header fields) of MoE layers without attention and config: the family by its names, the sizes by its
+    rows. How tokens are routed cannot be seen in tensors; k and what else the names leave open is the caller's."""
+    names = {_template(name.removeprefix(prefix))[0] for name in tensors for prefix in ("model.", "transformer.")}
+    for family in FAMILIES.values():
+        moe = {key: alternatives for key, alternatives in family.tensors.items() if key in MOE}
+        present = {key: next((parts for parts in alternatives if any(part.template in names for part in parts)), None)
+                   for key, alternatives in moe.items()}
+        there = {part.template for parts in present.values() if parts for part in parts}
+        if all(present[L + key] for key in ("router", "experts_up", "experts_down")) and all(
+                _template(name.removeprefix(family.prefix))[0] in there for name in tensors):
+            return family, _sizes(family, present, tensors, where)
+    raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{_more(tensors)}), "
+                       f"expected the MoE layers of one of {', '.join(FAMILIES)}")
+
+
+def _sizes(family, present, tensors, where):
+    """The header fields that the shapes give, each read where the family's row puts it."""
+    places = {}
+    for name, tensor in tensors.items():
+        template, layer, _ = _template(name.removeprefix(family.prefix))
+        places.setdefault(template, {})[layer] = tensor
+    fields = {"num_layers": 1 + max(max(layers) for layers in places.values()), "dense_layers": [], "dense_ffn": 0,
+              "gated": 1, "tied_embeddings": 0, "mtp_layers": 0, "moe": 1, "mlp_ffn": 0, "fp8_block": [128, 128],
+              "router_bias": int(bool(present.get(L + "router_bias"))),
+              "expert_bias": int(bool(present.get(L + "experts_up_bias")))}
+    for key in (L + "router", L + "experts_up", L + "mlp_up"):
+        for part in present.get(key) or []:
+            tensor = next(iter(places.get(part.template, {}).values()), None)
+            for expression, size in zip(part.shape, tensor.shape if tensor else ()):
+                unknown = next((field for field in ("hidden", "num_experts", "ffn", "mlp_ffn")
+                                if re.search(rf"\b{field}\b", expression) and not fields.get(field)), None)
+                if unknown and (unit := evaluate(expression, {**fields, unknown: 1})):
+                    fields[unknown] = size // unit
+    fields["shared_ffn"] = fields["mlp_ffn"]
+    return fields
+
+
+def sources(family, tensors, fields, where, keys=None):
     """Bound: {"layers.3.experts_up": one list of Tensors an expert, to be stacked, ...} and the names left out.
 
     tensors: {name: Tensor}. A list of a gated matrix is gate rows, then up rows; what has no experts has one list.
-    Every tensor is used, left out by name, or named in an error."""
+    Every tensor is used, left out by name, or named in an error. keys: those of MOE alone, for bare MoE layers."""
     found, ignored = _by_template(family, decoded(tensors, fields["fp8_block"], where), fields, where)
     result, missing, used = {}, [], set()
     for key, alternatives in family.tensors.items():
+        if keys and key not in keys:
+            continue
         for layer in range(fields["num_layers"]) if key.startswith(L) else [None]:
             parts = next((parts for parts in alternatives if any((part.template, layer) in found for part in parts)),
                          alternatives[0])
@@ -436,7 +479,8 @@ def sources(family, tensors, fields, where):
             if parts:
                 name = key.replace("N", str(layer), 1) if layer is not None else key
                 result[name] = _experts(parts, layer, found, scope, missing, used, where)
-    result["rope_frequencies"] = [[_in_memory("rope_frequencies", fields["rope_frequencies"])]]
+    if not keys:
+        result["rope_frequencies"] = [[_in_memory("rope_frequencies", fields["rope_frequencies"])]]
     if missing:
         raise ColibriError(f"{where}: missing tensor {missing[0]}{_more(missing)}, expected "
                            f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers; "

@@ -102,3 +102,25 @@ REFUSED = [
 def test_what_would_compute_something_else_is_refused(name, change, message):
     with pytest.raises(ColibriError, match=message):
         families.header_fields({**config(name), **change}, name)
+
+
+PT = Path(__file__).parent / "data" / "pt"
+MATRICES = {"experts_up": ("gate", "up"), "experts_down": ("down",), "experts_up_bias": ("gate_bias", "up_bias"),
+            "experts_down_bias": ("down_bias",)}
+PLAIN = {"router": ("router",), "router_bias": ("router_correction",), "router_logit_bias": ("router_bias",),
+         "mlp_up": ("S.gate", "S.up"), "mlp_down": ("S.down",)}
+
+
+@pytest.mark.parametrize("path", sorted(PT.glob("fam_*.pt")), ids=lambda path: path.stem)
+def test_bare_moe_layers_are_known_by_their_names(path):
+    tensors = pt_reader.read_checkpoint(path)
+    family, fields = families.bare_fields(tensors, path)
+    bound = families.sources(family, tensors, fields, path, keys=families.MOE).sources
+    expected = dict(np.load(path.with_suffix(".canon.npz")))
+    for key, experts in bound.items():
+        _, layer, field = key.split(".")
+        for e, parts in enumerate(experts):
+            for name, part in zip(MATRICES[field] if field in MATRICES else PLAIN[field], parts, strict=True):
+                where = f"L{layer}.E{e}.{name}" if field in MATRICES else f"L{layer}.{name}"
+                np.testing.assert_array_equal(widened(part), expected.pop(where), err_msg=where)
+    assert not expected
