@@ -8,6 +8,9 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 
+SPIN_COUNT = "300"  # of libgomp: a thread that waits spins for some microseconds, then sleeps. Its default of 300,000
+# makes a prefill wait a hundred times as long when another process has one of the cores.
+
 
 class Library:
     """A loaded libcolibri.so; its exported functions without their prefix are attributes: library.forward(...).
@@ -20,6 +23,7 @@ class Library:
 
     def __init__(self, path):
         self.file = os.fspath(path)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when the library is loaded
         functions = headers.default().functions
         try:
             library = ctypes.CDLL(self.file)

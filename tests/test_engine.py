@@ -1,0 +1,240 @@
+"""Engine and Session: the same bits however tokens are fed, slots, limits, sampling, threads."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from synthetic import STACK, write_model
+
+from colibri.engine import Engine, Sampler, draw, usable_processors
+from colibri.errors import ColibriError
+
+TEXT = b"And it came to pass in those days, that there went out a decree"
+
+
+def feed(session, text, piece):
+    """The logits after text, fed so many bytes at a time."""
+    for start in range(0, len(text), piece):
+        logits = session.prefill(text[start:start + piece])
+    return logits
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 62])
+def test_prefill_and_decode_give_the_same_bits(engine, piece):
+    with engine.session() as whole, engine.session() as pieces:
+        np.testing.assert_array_equal(whole.prefill(TEXT), feed(pieces, TEXT, piece))
+        assert whole.length == pieces.length == len(TEXT)
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch_of_32(engine):
+    generator = np.random.default_rng(5)
+    prompts = [TEXT] + [generator.integers(0, 256, generator.integers(1, 90)) for _ in range(31)]
+    with engine.session() as session:
+        alone = session.prefill(TEXT), session.decode(10), session.decode(65)
+    sessions = [engine.session() for _ in prompts]
+    batch = engine.step(list(zip(sessions, prompts)))
+    np.testing.assert_array_equal(batch[0], alone[0])
+    np.testing.assert_array_equal(engine.step([(session, [10]) for session in reversed(sessions)])[-1], alone[1])
+    np.testing.assert_array_equal(engine.step([(session, [65]) for session in sessions])[0], alone[2])
+    for session in sessions:
+        session.close()
+
+
+def test_the_same_bits_in_100_runs_with_1_and_2_threads(moe_32):
+    results = set()
+    for threads in (1, 2):
+        with Engine(moe_32, backend="host", threads=threads) as engine:
+            for _ in range(100):
+                with engine.session() as session:
+                    results.add(session.prefill(TEXT).tobytes() + session.decode(7).tobytes())
+    assert len(results) == 1
+
+
+def test_logits_of_every_token(engine):
+    with engine.session() as session:
+        every = engine.step([(session, TEXT)], every=True)
+    with engine.session() as session:
+        one_by_one = np.stack([session.decode(token) for token in TEXT])
+    np.testing.assert_array_equal(every, one_by_one)
+
+
+def test_more_tokens_than_one_step_takes(engine):
+    """Three sessions of 400 tokens are three library calls; the second splits two sessions."""
+    generator = np.random.default_rng(6)
+    prompts = generator.integers(0, 256, (3, 400))
+    sessions = [engine.session() for _ in prompts]
+    logits = engine.step(list(zip(sessions, prompts)))
+    for session, prompt, row in zip(sessions, prompts, logits):
+        assert session.length == 400
+        session.close()
+        with engine.session() as alone:
+            np.testing.assert_array_equal(feed(alone, prompt, 100), row)
+
+
+def test_a_slot_used_again_remembers_nothing(engine):
+    with engine.session() as session:
+        first = session.prefill(TEXT)
+        slot = session.slot
+    with engine.session() as session:
+        session.prefill(os.urandom(200))
+    with engine.session() as session:
+        assert session.slot == slot
+        np.testing.assert_array_equal(session.prefill(TEXT), first)
+
+
+def test_slots_run_out_and_come_back(moe_32):
+    with Engine(moe_32, backend="host", num_slots=2) as engine:
+        first, _second = engine.session(), engine.session()
+        with pytest.raises(ColibriError, match="num_slots: 2 sessions are open"):
+            engine.session()
+        first.close()
+        first.close()  # closing twice frees the slot once
+        engine.session()
+        with pytest.raises(ColibriError, match="num_slots: 2"):
+            engine.session()
+
+
+def test_the_context_is_a_limit(engine):
+    with engine.session() as session:
+        session.prefill(bytes([32]) * 512)
+        with pytest.raises(ColibriError, match="tokens: 513 in one session, expected at most 512"):
+            session.decode(32)
+    with engine.session() as session:
+        assert len(list(session.generate(bytes([32]) * 510, max_new_tokens=3))) == 3
+        with pytest.raises(ColibriError, match="max_new_tokens: 2, expected 1 to 1"):
+            session.generate(b"", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("tokens, message", [
+    ([], "expected at least one int"), ([256], "tokens: 256, expected 0 to 255"), ([-1], "tokens: -1"),
+    ([1.5], "float64"), ([[1]], r"shape \(1, 1\)")])
+def test_wrong_tokens(engine, tokens, message):
+    with engine.session() as session:
+        with pytest.raises(ColibriError, match=message):
+            session.prefill(tokens)
+        assert session.length == 0
+
+
+def test_closed_and_doubled_sessions(moe_32):
+    engine = Engine(moe_32, backend="host")
+    session = engine.session()
+    with pytest.raises(ColibriError, match="one session twice"):
+        engine.step([(session, [1]), (session, [2])])
+    session.close()
+    with pytest.raises(ColibriError, match="session: closed"):
+        session.decode(1)
+    another = engine.session()
+    engine.close()
+    engine.close()
+    with pytest.raises(ColibriError, match="engine: closed"):
+        another.decode(1)
+    with pytest.raises(ColibriError, match="engine: closed"):
+        engine.session()
+
+
+def test_seeded_sampling(engine):
+    def sample(seed, **options):
+        with engine.session() as session:
+            return bytes(session.generate(TEXT, 40, temperature=1.0, seed=seed, **options))
+    assert sample(1) == sample(1) != sample(2)
+    with engine.session() as session:
+        greedy = bytes(session.generate(TEXT, 40))
+    assert sample(3, top_k=1) == greedy and sample(3, top_p=1e-6) == greedy != sample(3)
+
+
+def test_a_sequence_draws_the_same_in_any_batch(engine):
+    sampler = Sampler(temperature=1.0, seed=9)
+    with engine.session() as session:
+        alone = list(session.generate(TEXT, 10, temperature=1.0, seed=9))
+    sessions = [engine.session() for _ in range(3)]
+    samplers = [Sampler(temperature=1.0, seed=4), sampler, Sampler()]
+    tokens = engine.step([(session, TEXT) for session in sessions], samplers)
+    drawn = [tokens[1]]
+    for _ in range(9):
+        tokens = engine.step([(session, [token]) for session, token in zip(sessions, tokens)], samplers)
+        drawn.append(tokens[1])
+    for session in sessions:
+        session.close()
+    assert drawn == alone
+
+
+def test_draws_are_even():
+    draws = np.array([draw(seed, position) for seed in range(20) for position in range(100)])
+    assert 0 <= draws.min() and draws.max() < 1 and (draws.astype(np.float32) == draws).all()
+    assert abs(draws.mean() - 0.5) < 0.03 and len(np.unique(draws)) > 1990
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"temperature": -1}, "temperature: -1"), ({"temperature": float("nan")}, "temperature: nan"),
+    ({"top_p": 0}, "top_p: 0"), ({"top_p": 1.5}, "top_p: 1.5"), ({"top_k": -1}, "top_k: -1"), ({"seed": -1}, "seed: -1"),
+    ({"max_new_tokens": 0}, "max_new_tokens: 0, expected 1 to")])
+def test_wrong_sampling_options(engine, options, message):
+    with engine.session() as session, pytest.raises(ColibriError, match=message):
+        session.generate(TEXT, **options)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"threads": 0}, "threads: 0, expected 1 to 256"), ({"num_slots": 0}, "num_slots: 0"),
+    ({"num_layers": 7}, "num_layers: 7, expected 1 to 6"), ({"backend": "tpu"}, "backend: tpu, expected one of auto")])
+def test_wrong_engine_options(moe_32, options, message):
+    with pytest.raises(ColibriError, match=message):
+        Engine(moe_32, **{"backend": "host", **options})
+
+
+def test_two_threads_on_one_engine(engine):
+    with engine.session() as session:
+        expected = list(session.generate(TEXT, 60))
+    results = {}
+
+    def work(name):
+        with engine.session() as session:
+            results[name] = list(session.generate(TEXT, 60))
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(results.values()) == [expected] * 6
+
+
+def test_stack_takes_any_number_of_rows(tmp_path):
+    path = write_model(tmp_path / "stack.bin", STACK)
+    x = np.random.default_rng(0).standard_normal((1100, 64), dtype=np.float32)
+    with Engine(path, backend="host") as engine:
+        y = engine.stack(x)
+        assert y.shape == x.shape and y.dtype == np.float32
+        for rows in (1, 31, 512, 513):
+            np.testing.assert_array_equal(engine.stack(x[:rows]), y[:rows])
+        np.testing.assert_array_equal(engine.stack(x.astype(np.float16)), engine.stack(x.astype(np.float16).astype("f4")))
+        np.testing.assert_array_equal(engine.stack(np.asfortranarray(x)), y)
+        with pytest.raises(ColibriError, match=r"x: float32 of shape \(1100, 63\), expected"):
+            engine.stack(x[:, :63])
+        with pytest.raises(ColibriError, match="vocab_size=0, expected tokens"):
+            engine.session()
+
+
+def test_nan_names_layer_and_token(tmp_path):
+    path = write_model(tmp_path / "stack.bin", STACK)
+    x = np.zeros((600, 64), np.float32)
+    x[5, 3] = np.nan
+    with Engine(path, backend="host") as engine:
+        with pytest.raises(ColibriError, match=r"layers.0.router: logits of token 5 are NaN"):
+            engine.stack(x)
+        assert np.isfinite(engine.stack(np.ones((2, 64), np.float32))).all()  # and the engine goes on
+
+
+def test_state_that_is_never_used_costs_nothing(moe_32):
+    """32 slots are 50 MiB of cache; one short session touches next to none of it."""
+    script = ("import sys\nfrom colibri.engine import Engine\nfrom colibri.report import resident_bytes\n"
+              "before = resident_bytes()\nengine = Engine(sys.argv[1], backend='host', num_slots=1000)\n"
+              "engine.session().prefill(b'hello')\nprint(resident_bytes() - before)")
+    grown = subprocess.run([sys.executable, "-c", script, str(moe_32)], cwd=ROOT, capture_output=True, check=True).stdout
+    assert int(grown) < 25 << 20  # most of it is the model, 14 MiB
+
+
+def test_usable_processors():
+    assert 1 <= usable_processors() <= os.cpu_count()
