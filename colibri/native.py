@@ -23,10 +23,11 @@ class Library:
 
     def __init__(self, path):
         self.file = os.fspath(path)
+        path = os.path.abspath(path)  # a bare name would be looked for in the system's folders
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when the library is loaded
         functions = headers.default().functions
         try:
-            library = ctypes.CDLL(self.file)
+            library = ctypes.CDLL(path)
             for name, (restype, argtypes) in functions.items():
                 function = getattr(library, name)
                 function.restype, function.argtypes = restype, argtypes
@@ -34,7 +35,8 @@ class Library:
                     function.errcheck = self._check
                 setattr(self, name.removeprefix("colibri_"), function)
         except (OSError, AttributeError) as error:
-            raise ColibriError(f"{self.file}: {error}, expected a libcolibri.so; build it with make") from None
+            reason = str(error).rpartition(f"{path}: ")[2]
+            raise ColibriError(f"{self.file}: {reason}, expected a libcolibri.so; build it with make") from None
         config = np.zeros((), headers.default().structs["Config"])
         self.config(config.ctypes.data)
         self.baked = {name: config[name].item() for name in config.dtype.names}

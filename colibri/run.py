@@ -152,7 +152,9 @@ def prepare(options, checkpoint):
 def read_prompt(prompt, checkpoint):
     if checkpoint.header["vocab_size"] != 256:
         raise ColibriError(f"{checkpoint.path}: vocab_size={checkpoint.header['vocab_size']}, expected 256 for --prompt, "
-                           "where a token is a byte; use a latency run, or the Python API with token numbers")
+                           "where a token is a byte; use "
+                           + ("a latency run, or the Python API with token numbers" if checkpoint.header["vocab_size"]
+                              else "--input, or a latency run"))
     try:
         if prompt == "-":
             text = sys.stdin.buffer.read()
@@ -248,15 +250,20 @@ def _progress(count):
 def read_array(path, checkpoint):
     """The checked hidden states of --input, mapped."""
     hidden = checkpoint.header["hidden"]
+    if checkpoint.header["vocab_size"]:
+        raise ColibriError(f"{checkpoint.path}: vocab_size={checkpoint.header['vocab_size']}, expected 0 for --input, a bare "
+                           "stack of MoE layers; give this model a --prompt")
     try:
         x = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+    except (OSError, ValueError, EOFError) as error:  # numpy's own messages speak of pickles
+        reason = getattr(error, "strerror", None) or "not an array of numbers"
         raise ColibriError(f"{path}: {reason}, expected an .npy file of numbers; write it with numpy.save") from None
     if not isinstance(x, np.ndarray) or x.dtype not in (np.float32, np.float16):
-        raise ColibriError(f"{path}: dtype={getattr(x, 'dtype', 'an archive')}, expected float32 or float16")
+        raise ColibriError(f"{path}: dtype={getattr(x, 'dtype', 'an archive')}, expected float32 or float16; "
+                           "convert it with numpy.astype")
     if x.ndim != 2 or x.shape[1] != hidden or len(x) == 0:
-        raise ColibriError(f"{path}: shape={x.shape}, expected (tokens, {hidden}) from hidden={hidden}")
+        raise ColibriError(f"{path}: shape={x.shape}, expected (tokens, {hidden}) from hidden={hidden} of "
+                           f"{checkpoint.path}; give it rows of that size")
     return x
 
 
@@ -266,7 +273,8 @@ def run_stack(engine, options, meter, x):
         rows = x[start:start + engine.max_tokens]
         if not np.isfinite(rows).all():
             row = start + int(np.argmin(np.isfinite(rows).all(axis=1)))
-            raise ColibriError(f"{options.input}: row {row} holds NaN or inf, expected finite numbers")
+            raise ColibriError(f"{options.input}: row {row} holds NaN or inf, expected finite numbers; "
+                               "look at what made it")
         y[start:start + len(rows)] = meter.prefill(len(rows), engine.stack, rows)
     write_array(options.output, y)
     return {"tokens": len(x)}
@@ -313,7 +321,7 @@ def command():
     except KeyboardInterrupt:
         message, status = "interrupted", 130
     except OSError as error:
-        message, status = f"stdout: {error.strerror}, expected to write the results there", 2
+        message, status = f"stdout: {error.strerror}, expected to write the results there; free some space", 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
     print(message, file=sys.stderr)
     return status

@@ -1,0 +1,215 @@
+"""The catalogue of errors: what causes each, and its exact line. Each exits with 2, without a traceback or output."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, program
+from synthetic import STACK, seal, write_model
+
+from colibri import build, headers
+from colibri.checkpoint import Checkpoint
+
+PROMPT = ("--prompt", "hello")
+CHOICES = ("-h --help --model --backend --threads --num-experts --k --no-build --json --seed --max-new-tokens --prompt "
+           "--temperature --top-k --top-p --batch-size --seq-len --warmup --repeat --input --output")
+
+
+@pytest.fixture
+def place(tmp_path, moe_32, monkeypatch):
+    """A folder with good and damaged files, in which the commands run."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(moe_32, "moe.bin")
+    good = bytearray(open("moe.bin", "rb").read())
+    write_model("stack.bin", STACK)
+    write_model("words.bin", vocab_size=500)
+    write_model("nan.bin", STACK)
+    write("empty.bin", b"")
+    write("short.bin", good[:100])
+    write("cut.bin", good[:9_000_000])
+    write("foreign.bin", b"\x89PNG\r\n\x1a\n" * 100)
+    write("v1.bin", b"COLI" + bytes([1, 0, 0, 0, 32, 0, 0, 0, 2, 0, 0, 0]) + bytes(1000))
+    write("v3.bin", good[:4] + b"\3" + good[5:])
+    write("flipped.bin", good[:300] + bytes([good[300] ^ 4]) + good[301:])
+    write("outside.bin", moved(good, 1 << 33))
+    write("overlap.bin", moved(good, 8192))
+    os.mkdir("folder.bin")
+    np.save("x.npy", np.zeros((3, 64), np.float32))
+    np.save("narrow.npy", np.zeros((3, 65), np.float32))
+    np.save("ints.npy", np.zeros((3, 64), np.int64))
+    np.save("objects.npy", np.array([{}]), allow_pickle=True)
+    np.save("nan.npy", np.full((3, 64), [[0], [np.nan], [0]], np.float32))
+    write("text.npy", b"not an array")
+    return tmp_path
+
+
+def write(name, data):
+    with open(name, "wb") as file:
+        file.write(data)
+
+
+def moved(data, offset):
+    """The model with its fifth tensor's offset changed, under a right checksum."""
+    structs = headers.default().structs
+    data, start = bytearray(data), structs["BinHeader"].itemsize
+    count = int(np.frombuffer(data, structs["BinHeader"], 1)["num_tensors"][0])
+    directory = np.frombuffer(data, structs["BinTensor"], count, start)
+    directory["offset"][4] = offset
+    end = start + directory.nbytes
+    return seal(bytes(data[:end])) + data[end:]
+
+
+CATALOGUE = {
+    "missing model": (["--model", "none.bin", *PROMPT], "none.bin: not found, expected a model file; make one with "
+                      "python -m converter checkpoint.pt none.bin"),
+    "directory": (["--model", "folder.bin", *PROMPT], "folder.bin: a directory, expected a model file; name a .bin that "
+                  "python -m converter wrote"),
+    "empty": (["--model", "empty.bin", *PROMPT], "empty.bin: size=0, expected a model; the file is empty, convert again"),
+    "short": (["--model", "short.bin", *PROMPT], "short.bin: size=100, expected at least 256 bytes; the file is cut off, "
+              "convert again"),
+    "truncated": (["--model", "cut.bin", *PROMPT], "cut.bin: size=9000000, expected 15134720 bytes from the header; "
+                  "the file is cut off or has grown, convert again"),
+    "foreign": (["--model", "foreign.bin", *PROMPT], "foreign.bin: magic='\\x89PNG', expected 'COLI'; not a Colibri "
+                "model, make one with python -m converter"),
+    "version 1": (["--model", "v1.bin", *PROMPT], "v1.bin: version=1, expected 2; it has no dimensions in it, so upgrade "
+                  "it with python -m converter v1.bin new.bin --hidden H --ffn F"),
+    "version 3": (["--model", "v3.bin", *PROMPT], "v3.bin: version=3, this build reads 1 and 2; convert again with this "
+                  "converter"),
+    "out of bounds": (["--model", "outside.bin", *PROMPT], "outside.bin: layers.0.qkv: offset=8589934592, expected at "
+                      "most 15069184 for 65536 bytes in a file of 15134720; the file is damaged, convert again"),
+    "overlap": (["--model", "overlap.bin", *PROMPT], "overlap.bin: layers.0.qkv begins at byte 8192, expected at or "
+                "after byte 73728, where embed ends; the file is damaged, convert again"),
+    "other num_experts": (["--model", "moe.bin", "--num-experts", "8", *PROMPT], "--num-experts: 8, expected 32 as in "
+                          "moe.bin; the model decides, leave the option out"),
+    "other k": (["--model", "moe.bin", "--k", "4", *PROMPT], "--k: 4, expected 2 as in moe.bin; the model decides, leave "
+                "the option out"),
+    "k too large": (["--model", "moe.bin", "--k", "33", *PROMPT], "--k: 33, expected 2 as in moe.bin; the model decides, "
+                    "leave the option out"),
+    "sequence too long": (["--model", "moe.bin", "--seq-len", "513"], "--seq-len: 513, expected at most 512, which the "
+                          "library was built for; lower it, or raise MAX_SEQ_LEN with DEFINES=-DMAX_SEQ_LEN=513 in the "
+                          "environment"),
+    "batch too large": (["--model", "moe.bin", "--batch-size", "33"], "--batch-size: 33, expected at most 32, which the "
+                        "library was built for; lower it, or raise MAX_BATCH with DEFINES=-DMAX_BATCH=33 in the "
+                        "environment"),
+    "more new than all": (["--model", "moe.bin", "--seq-len", "8", "--max-new-tokens", "8"], "--max-new-tokens: 8, "
+                          "expected fewer than --seq-len 8, which counts them"),
+    "long prompt": (["--model", "moe.bin", "--prompt", "x" * 600], "tokens: 600 in one session, expected at most 512, "
+                    "the context; shorten the prompt"),
+    "too many new": (["--model", "moe.bin", "--prompt", "x" * 500, "--max-new-tokens", "14"], "--max-new-tokens: 14, "
+                     "expected at most 13 after a prompt of 500 bytes in a context of 512"),
+    "empty prompt": (["--model", "moe.bin", "--prompt", ""], "--prompt: 0 bytes, expected at least 1; the model needs "
+                     "something to continue"),
+    "no prompt file": (["--model", "moe.bin", "--prompt", "@none.txt"], "--prompt: @none.txt: No such file or directory, "
+                       "expected a file of text"),
+    "prompt for words": (["--model", "words.bin", *PROMPT], "words.bin: vocab_size=500, expected 256 for --prompt, where "
+                         "a token is a byte; use a latency run, or the Python API with token numbers"),
+    "prompt for a stack": (["--model", "stack.bin", *PROMPT], "stack.bin: vocab_size=0, expected 256 for --prompt, where "
+                           "a token is a byte; use --input, or a latency run"),
+    "unknown backend": (["--model", "moe.bin", "--backend", "tpu"], "--backend: tpu, expected one of auto, host, cuda"),
+    "unknown option": (["--model", "moe.bin", "--bach-size", "3"], "--bach-size: unknown option, expected one of "
+                       + CHOICES),
+    "not a number": (["--model", "moe.bin", "--threads", "two"], "--threads: two, expected an integer, 1 to 256"),
+    "no thread": (["--model", "moe.bin", "--threads", "0"], "--threads: 0, expected 1 to 256"),
+    "temperature": (["--model", "moe.bin", *PROMPT, "--temperature", "-1"], "--temperature: -1.0, expected 0 (greedy) or "
+                    "more"),
+    "top-p": (["--model", "moe.bin", *PROMPT, "--top-p", "0"], "--top-p: 0.0, expected more than 0 and at most 1"),
+    "value missing": (["--model", "moe.bin", "--prompt"], "--prompt: expected one argument; see python -m colibri.run "
+                      "--help"),
+    "no model": ([*PROMPT], "the following arguments are required: --model; see python -m colibri.run --help"),
+    "option of another run": (["--model", "moe.bin", *PROMPT, "--repeat", "3"], "--repeat: given, expected only without "
+                              "--prompt"),
+    "sampling without prompt": (["--model", "moe.bin", "--top-k", "3"], "--top-k: given, expected only with --prompt"),
+    "input alone": (["--model", "stack.bin", "--input", "x.npy"], "--output: missing, expected with the other; hidden "
+                    "states go from --input to --output"),
+    "input for tokens": (["--model", "moe.bin", "--input", "x.npy", "--output", "y.npy"], "moe.bin: vocab_size=256, "
+                         "expected 0 for --input, a bare stack of MoE layers; give this model a --prompt"),
+    "no input": (["--model", "stack.bin", "--input", "none.npy", "--output", "y.npy"], "none.npy: No such file or "
+                 "directory, expected an .npy file of numbers; write it with numpy.save"),
+    "input not npy": (["--model", "stack.bin", "--input", "text.npy", "--output", "y.npy"], "text.npy: not an array of "
+                      "numbers, expected an .npy file of numbers; write it with numpy.save"),
+    "input of objects": (["--model", "stack.bin", "--input", "objects.npy", "--output", "y.npy"], "objects.npy: not an "
+                         "array of numbers, expected an .npy file of numbers; write it with numpy.save"),
+    "input of ints": (["--model", "stack.bin", "--input", "ints.npy", "--output", "y.npy"], "ints.npy: dtype=int64, "
+                      "expected float32 or float16; convert it with numpy.astype"),
+    "narrow input": (["--model", "stack.bin", "--input", "narrow.npy", "--output", "y.npy"], "narrow.npy: shape=(3, 65), "
+                     "expected (tokens, 64) from hidden=64 of stack.bin; give it rows of that size"),
+    "NaN in input": (["--model", "stack.bin", "--input", "nan.npy", "--output", "y.npy"], "nan.npy: row 1 holds NaN or "
+                     "inf, expected finite numbers; look at what made it"),
+    "output folder": (["--model", "stack.bin", "--input", "x.npy", "--output", "none/y.npy"], "none/y.npy: No such file "
+                      "or directory, expected to write 768 bytes there; choose another --output"),
+    "output disk full": (["--model", "stack.bin", "--input", "x.npy", "--output", "/dev/full"], "/dev/full: No space left "
+                         "on device, expected to write 768 bytes there; choose another --output"),
+}
+
+
+def line_of(result):
+    """The one line on stderr of a command that failed as it should, or building's line before it."""
+    lines = [line for line in result.stderr.decode().splitlines() if not line.startswith("building ")]
+    assert len(lines) == 1, result.stderr.decode()
+    assert result.returncode == 2 and result.stdout == b""
+    return lines[0]
+
+
+@pytest.mark.parametrize("cause", CATALOGUE)
+def test_catalogue(place, cause):
+    arguments, line = CATALOGUE[cause]
+    assert line_of(program("colibri.run", *arguments, cwd=place)) == line
+    assert not [name for name in os.listdir() if name.startswith("y.npy")]
+
+
+def test_flipped_byte(place):
+    line = line_of(program("colibri.run", "--model", "flipped.bin", *PROMPT, cwd=place))
+    assert line.startswith("flipped.bin: header_crc32=0x") and line.endswith("header or directory is damaged, convert again")
+
+
+def test_no_compiler(place):
+    """Neither make nor gcc on PATH, for a model whose library is not built."""
+    write_model("new.bin", ffn=1000 + os.getpid() % 1000)
+    environment = {"PATH": "/nonexistent"}
+    line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place, environment=environment))
+    assert line.startswith("make: not on PATH, expected it to build ")
+    assert line.endswith("; install make, or set COLIBRI_LIBRARY to a library built elsewhere")
+    os.mkdir("bin")
+    os.symlink(shutil.which("make"), "bin/make")
+    line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place,
+                           environment={"PATH": str(place / "bin")}))
+    assert line.startswith("gcc: not on PATH, expected it to build ")
+
+
+def test_no_build(place):
+    write_model("new.bin", ffn=1000 + os.getpid() % 1000)
+    line = line_of(program("colibri.run", "--model", "new.bin", "--no-build", *PROMPT, cwd=place))
+    assert line.endswith("/libcolibri.so: not built, expected ready for --no-build; run make MODEL=new.bin")
+
+
+def test_library_of_another_model(place, moe_32):
+    library = build.library_path(Checkpoint("stack.bin"))
+    run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"COLIBRI_LIBRARY": library})
+    assert line_of(run) == f"{library}: num_experts=8, expected 32 from moe.bin; build its library with make"
+    run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"COLIBRI_LIBRARY": "none.so"})
+    assert line_of(run) == "COLIBRI_LIBRARY=none.so: not found, expected a libcolibri.so; unset it to build one"
+    run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"COLIBRI_LIBRARY": "x.npy"})
+    assert line_of(run) == "x.npy: invalid ELF header, expected a libcolibri.so; build it with make"
+
+
+def test_nan_in_the_weights(place):
+    """A NaN in a router's weights shows in the first step, with its layer and token."""
+    checkpoint = Checkpoint("nan.bin")
+    offset = checkpoint.tensors["layers.1.router"].ctypes.data - checkpoint.data.ctypes.data
+    with open("nan.bin", "r+b") as file:
+        file.seek(offset)
+        file.write(np.float32(np.nan).tobytes())
+    line = line_of(program("colibri.run", "--model", "nan.bin", "--input", "x.npy", "--output", "y.npy", cwd=place))
+    assert line == ("layers.1.router: logits of token 0 are NaN, +inf or fewer than k=2 finite, expected finite; the "
+                    "weights or the input hold NaN or inf")
+
+
+def test_full_stdout(place):
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run([sys.executable, "-m", "colibri.run", "--model", "moe.bin", *PROMPT], stdout=full, cwd=place,
+                             stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert run.returncode == 2
+    assert run.stderr == b"stdout: No space left on device, expected to write the results there; free some space\n"

@@ -1,0 +1,175 @@
+"""The command line's three kinds of run, their figures, and how they end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, program
+from synthetic import STACK, write_model
+
+from colibri import report
+from colibri.engine import Engine
+
+PROMPT = "It was the custom of "
+
+
+def figures(*arguments, **options):
+    run = program("colibri.run", "--json", *arguments, **options)
+    assert run.returncode == 0, run.stderr.decode()
+    return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("stack") / "stack.bin", STACK)
+
+
+def greedy(engine, prompt, count):
+    with engine.session() as session:
+        return bytes(session.generate(prompt.encode(), count))
+
+
+def test_text_then_table(moe_32, engine):
+    run = program("colibri.run", "--model", moe_32, "--prompt", PROMPT, "--max-new-tokens", 80)
+    assert run.returncode == 0 and run.stderr == b""
+    text, table = run.stdout.split(b"\n\nbackend ")
+    assert text == greedy(engine, PROMPT, 80)
+    lines = table.decode().splitlines()
+    labels = [line.split("  ")[0].strip() for line in lines[1:-1]]
+    assert labels == ["library", "cold start", "TTFT", "ITL", "tokens/s", "memory", "weights", "routing"]
+    assert re.fullmatch(r"P99 latency: \d+\.\d{3} ms a token", lines[-1])
+    for name in ("process", "library", "map", "first token"):
+        assert re.search(rf"{name} \d", lines[2])
+
+
+@pytest.mark.parametrize("how", ["text", "file", "stdin"])
+def test_prompt_from_anywhere(moe_32, engine, tmp_path, how):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    prompt = {"text": PROMPT, "file": f"@{tmp_path / 'prompt.txt'}", "stdin": "-"}[how]
+    run = figures("--model", moe_32, "--prompt", prompt, "--max-new-tokens", 20, input=PROMPT.encode())
+    assert run["text"].encode() == greedy(engine, PROMPT, 20)
+
+
+def test_sampled_text_depends_on_the_seed(moe_32):
+    def text(seed):
+        return figures("--model", moe_32, "--prompt", PROMPT, "--temperature", 1, "--top-k", 40, "--top-p", 0.95, "--seed",
+                       seed, "--max-new-tokens", 60)["text"]
+    assert text(1) == text(1) != text(2)
+
+
+def test_text_fills_the_context_and_stops(moe_32):
+    run = figures("--model", moe_32, "--prompt", "x" * 500)
+    assert len(run["text"]) == 13 and run["itl_ms"]["count"] == 12
+
+
+def test_latency_figures(moe_32):
+    run = figures("--model", moe_32, "--batch-size", 3, "--seq-len", 20, "--max-new-tokens", 5, "--warmup", 2, "--repeat", 4,
+                  "--threads", 1, "--num-experts", 32, "--k", 2)
+    assert run["threads"] == 1 and run["backend"] in ("host avx2", "host portable")
+    assert run["ttft_ms"]["count"] == 4 and run["itl_ms"]["count"] == 4 * 4
+    assert run["ttft_ms"]["p50"] <= run["ttft_ms"]["p90"] <= run["ttft_ms"]["p99"] <= run["ttft_ms"]["max"]
+    routed = run["routed_tokens_per_expert"]
+    # four rounds of three sequences, 15 + 4 tokens fed, two experts, six layers: spread over 6 * 32
+    assert routed["min"] <= 4 * 3 * 19 * 2 / 32 <= routed["max"]
+    assert run["resident_mib"] > 10 and 0 < run["fraction_of_read_bandwidth"] < 2
+    assert sum(run["cold_start_ms"].values()) > 20
+
+
+def test_bytes_of_weights_touched(moe_32):
+    """One sequence: every step reads the dense matrices, the routers, and two experts a layer."""
+    run = figures("--model", moe_32, "--batch-size", 1, "--seq-len", 20)
+    layer = 4 * 128 * 2 + 2 * 256 * 128 + 2 * 128 * 128 + 4 * 64 * 128 + 2 * 2 * 3 * 128 * 128 * 96 // 128
+    assert run["weight_bytes_per_token"] == pytest.approx(6 * layer + 4 * 128 + 2 * 256 * 128, rel=0.001)
+
+
+def test_latency_of_a_stack(stack):
+    run = figures("--model", stack, "--batch-size", 2, "--seq-len", 20, "--repeat", 3)
+    assert run["ttft_ms"]["count"] == 3 and run["itl_ms"]["count"] == 3 * 15
+
+
+@pytest.mark.parametrize("dtype, rows", [(np.float32, 1), (np.float32, 1300), (np.float16, 77)])
+def test_hidden_states_in_and_out(stack, tmp_path, dtype, rows):
+    x = np.random.default_rng(rows).standard_normal((rows, 64)).astype(dtype)
+    np.save(tmp_path / "x.npy", x)
+    (tmp_path / "y.npy").write_bytes(b"something older")
+    run = program("colibri.run", "--model", stack, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy")
+    assert run.returncode == 0 and b"\nP99 latency: " in run.stdout
+    y = np.load(tmp_path / "y.npy")
+    assert y.dtype == np.float32
+    with Engine(stack, backend="host") as engine:
+        np.testing.assert_array_equal(y, engine.stack(x))
+    assert sorted(os.listdir(tmp_path)) == ["x.npy", "y.npy"]
+
+
+def test_a_failed_write_leaves_the_older_output(stack, tmp_path):
+    """A disk that is full, as a limit on the size of a file."""
+    np.save(tmp_path / "x.npy", np.zeros((3000, 64), np.float32))
+    (tmp_path / "y.npy").write_bytes(b"something older")
+    command = (f"trap '' XFSZ; ulimit -f 100; {sys.executable} -m colibri.run --model {stack} --input {tmp_path}/x.npy "
+               f"--output {tmp_path}/y.npy")
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr == (f"{tmp_path}/y.npy: File too large, expected to write 768000 bytes there; choose another "
+                          "--output\n")
+    assert sorted(os.listdir(tmp_path)) == ["x.npy", "y.npy"]
+    assert (tmp_path / "y.npy").read_bytes() == b"something older"
+
+
+def start(*arguments):
+    return subprocess.Popen([sys.executable, "-m", "colibri.run", *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+def test_ctrl_c(moe_32):
+    process = start("--model", moe_32, "--batch-size", 8, "--repeat", 1_000_000)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output, errors) == (130, b"", b"interrupted\n")
+
+
+def test_reader_that_goes_away(moe_32):
+    process = start("--model", moe_32, "--prompt", PROMPT, "--max-new-tokens", 490)
+    process.stdout.read(3)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(timeout=20) == -signal.SIGPIPE
+    process.stderr.close()
+
+
+def test_first_byte_soon(moe_32):
+    """Warm cache, built library: the best of some starts, since other work may share the machine."""
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        process = start("--model", moe_32, "--prompt", PROMPT)
+        process.stdout.read(1)
+        seconds.append(time.perf_counter() - begin)
+        process.communicate()
+    assert min(seconds) < 0.3
+
+
+def test_help_teaches():
+    text = program("colibri.run", "--help").stdout.decode()
+    assert "--prompt TEXT" in text and "examples:" in text and "default 128" in text
+
+
+def test_percentiles_are_values_that_were_measured():
+    assert [report.percentile(range(1, 101), percent) for percent in (1, 50, 90, 99, 100)] == [1, 50, 90, 99, 100]
+    assert report.percentile([3.0], 50) == 3.0 and report.percentile([1, 2], 50) == 1
+
+
+def test_readme_example(moe_32, tmp_path):
+    """The README's Python example, run as it stands beside a moe-32.bin."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert len(code.splitlines()) == 6
+    os.symlink(moe_32, tmp_path / "moe-32.bin")
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stderr.decode()
+    assert run.stdout.decode().strip()
