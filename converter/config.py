@@ -60,8 +60,8 @@ class Config:
         codes, name = headers.default().codes("ACTIVATION"), self.need("activation", str)
         name = ACTIVATION_ALIASES.get(name, name)
         if name not in codes:
-            raise ColibriError(f"{self.where}: activation={name[:80]}, expected one of {', '.join(codes)}; Colibri "
-                               "has no other")
+            raise ColibriError(f"{self.where or '--activation'}: activation={name[:80]}, expected one of "
+                               f"{', '.join(codes)}; Colibri has no other")
         return codes[name]
 
 

@@ -68,7 +68,7 @@ def _gated_pieces(parts, first):
 
 
 def transposed(panel):
-    """A copy of panel.T, contiguous. Groups of columns move as 8-byte words first: twice as fast as one element at a time."""
+    """A copy of panel.T, contiguous. Groups of columns move as 8-byte words first, which is twice as fast."""
     rows, columns = panel.shape
     group = 8 // panel.itemsize
     if columns % group:

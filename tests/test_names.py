@@ -119,7 +119,8 @@ def test_tensors_are_used_or_named(tmp_path, arrays, cause):
     ({"num_local_experts": 4}, "missing tensor model.layers.0.block_sparse_moe.experts.3.w1.weight"),
     ({"num_hidden_layers": 1}, "extra tensor model.layers.1."),
     ({"hidden_size": 16}, "model.embed_tokens.weight: shape=(11, 10), expected (11, 16) from hidden=16, vocab_size=11"),
-    ({"hidden_size": "10"}, 'hidden_size="10", expected int'), ({"hidden_size": True}, "hidden_size=true, expected int"),
+    ({"hidden_size": "10"}, 'hidden_size="10", expected int'),
+    ({"hidden_size": True}, "hidden_size=true, expected int"),
     ({"hidden_size": 1 << 40}, "expected 0 to 2^32 - 1"), ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
     ({"rope_theta": None}, "rope_theta=null, expected a positive number"),
     ({"sliding_window": 32}, "sliding_window=32, expected none below max_position_embeddings=64"),
@@ -129,7 +130,7 @@ def test_tensors_are_used_or_named(tmp_path, arrays, cause):
 ])
 def test_configs_that_cannot_be_right(tmp_path, change, cause):
     message = refusal(tmp_path, mixtral_arrays(), {**MIXTRAL_CONFIG, **change})
-    assert cause in message and "model.json" in message or cause in message and "model.pt" in message
+    assert cause in message and str(tmp_path / "model.") in message
 
 
 @pytest.mark.parametrize("missing, flag", [("k", "--k"), ("activation", "--activation"),
