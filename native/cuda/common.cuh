@@ -32,15 +32,18 @@ int cuda_gather_norm(Model *m, int num_logits);
 int cuda_lm_head(Model *m, int num_logits);
 int cuda_sample(Model *m, int num_logits);
 
-/* The scratch block: the step's batch, copied to the device by begin; the MoE's part; the dense products' part. */
+/* The scratch block: the step's batch, copied to the device by begin; the MoE's part; the dense products' and attention's. */
 int64_t cuda_moe_scratch_bytes();
 int64_t cuda_linear_scratch_bytes();
+int64_t cuda_attention_scratch_bytes();
 inline int64_t scratch_round(int64_t bytes) { return (bytes + DATA_ALIGNMENT - 1) / DATA_ALIGNMENT * DATA_ALIGNMENT; }
 inline Batch *device_batch(const Model *m) { return (Batch *)m->state.scratch; }
 inline char *moe_scratch(const Model *m) { return (char *)m->state.scratch + scratch_round(sizeof(Batch)); }
 inline char *linear_scratch(const Model *m) { return moe_scratch(m) + scratch_round(cuda_moe_scratch_bytes()); }
+inline char *attention_scratch(const Model *m) { return linear_scratch(m) + scratch_round(cuda_linear_scratch_bytes()); }
 inline int64_t cuda_scratch_bytes() {
-    return scratch_round(sizeof(Batch)) + scratch_round(cuda_moe_scratch_bytes()) + cuda_linear_scratch_bytes();
+    return scratch_round(sizeof(Batch)) + scratch_round(cuda_moe_scratch_bytes()) +
+           scratch_round(cuda_linear_scratch_bytes()) + cuda_attention_scratch_bytes();
 }
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

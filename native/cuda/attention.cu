@@ -1,0 +1,229 @@
+/* Causal attention over the KV cache, a block for one token, one tile of queries that share a kv head, and one chunk of
+ * positions. Chunks begin at multiples of CHUNK and are merged in their order, for few tokens by the last block of the
+ * token to finish, for a long prompt by one block that takes all chunks: the same bits either way. */
+#include "common.cuh"
+
+#if NUM_HEADS
+
+namespace {
+
+constexpr int THREADS = 128;
+constexpr int SPLIT_TOKENS = MAX_TOKENS < 64 ? MAX_TOKENS : 64; /* more fill the GPU without splitting positions */
+constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
+
+/* Queries of one block: a divisor of GROUP, bounded by what they hold in shared memory and registers. */
+constexpr int tile_queries() {
+    int queries = 8;
+    while (GROUP % queries != 0 || (queries > 1 && queries * HEAD_DIM > 1024)) queries--;
+    return queries;
+}
+constexpr int QUERIES = tile_queries();
+constexpr int TILES = NUM_HEADS / QUERIES;
+
+/* Positions of one block: at most 64 chunks of a sequence, as far as shared memory allows. */
+constexpr int chunk_positions() {
+    int positions = round_up(ceil_div(MAX_SEQ_LEN, 64), THREADS);
+    return positions > 1024 ? 1024 : positions;
+}
+constexpr int CHUNK = chunk_positions();
+constexpr int CHUNKS = ceil_div(MAX_SEQ_LEN, CHUNK);
+
+constexpr int VECTOR = HEAD_DIM % 4 == 0 ? 4 : 2;
+using vector_t = std::conditional_t<VECTOR == 4, float4, float2>;
+
+constexpr int LANES = HEAD_DIM < THREADS ? HEAD_DIM : THREADS;     /* threads that share a row of values ... */
+constexpr int STREAMS = THREADS / LANES;                           /* ... and rows that are summed side by side */
+constexpr int PER_LANE = ceil_div(HEAD_DIM, LANES);
+constexpr int PER_THREAD = ceil_div(QUERIES * HEAD_DIM, THREADS); /* outputs that a thread keeps */
+
+struct Shared {
+    float query[QUERIES][HEAD_DIM];
+    float score[CHUNK][QUERIES]; /* then exp(score - maximum) */
+    float stream[STREAMS][QUERIES * HEAD_DIM];
+    float maximum[QUERIES], sum[QUERIES];
+};
+
+/* softmax(scores) v of one or more chunks is value / sum; maximum is what exp was taken relative to. */
+struct Partial {
+    float maximum, sum, value;
+};
+
+/* What a block leaves for the last of its token and tile. */
+struct ChunkResult {
+    float maximum[QUERIES], sum[QUERIES], value[QUERIES * HEAD_DIM];
+};
+
+/* Written with explicit roundings, so that both places it is inlined in give the same bits. */
+__device__ void merge(Partial &all, Partial next) {
+    float maximum = fmaxf(all.maximum, next.maximum);
+    float old_scale = expf(all.maximum - maximum), new_scale = expf(next.maximum - maximum);
+    all.sum = __fmaf_rn(all.sum, old_scale, __fmul_rn(next.sum, new_scale));
+    all.value = __fmaf_rn(all.value, old_scale, __fmul_rn(next.value, new_scale));
+    all.maximum = maximum;
+}
+
+__device__ void add_product(float &sum, float2 a, float2 b) { sum += a.x * b.x, sum += a.y * b.y; }
+__device__ void add_product(float &sum, float4 a, float4 b) {
+    add_product(sum, make_float2(a.x, a.y), make_float2(b.x, b.y));
+    add_product(sum, make_float2(a.z, a.w), make_float2(b.z, b.w));
+}
+
+/* score[p] = q k[p] / sqrt(HEAD_DIM), a thread a position. */
+__device__ void score_positions(Shared &s, const float *keys, int num_positions) {
+    for (int p = threadIdx.x; p < num_positions; p += THREADS) {
+        const vector_t *key = reinterpret_cast<const vector_t *>(keys + (int64_t)p * HEAD_DIM);
+        float dot[QUERIES] = {};
+#pragma unroll 4
+        for (int d = 0; d < HEAD_DIM / VECTOR; d++) {
+            vector_t k = key[d];
+#pragma unroll
+            for (int q = 0; q < QUERIES; q++)
+                add_product(dot[q], reinterpret_cast<const vector_t *>(s.query[q])[d], k);
+        }
+#pragma unroll
+        for (int q = 0; q < QUERIES; q++) s.score[p][q] = dot[q] * rsqrtf((float)HEAD_DIM);
+    }
+}
+
+/* Scores become exponentials; their maximum and sum, a warp a query. */
+__device__ void exponentiate(Shared &s, int num_positions) {
+    int lane = threadIdx.x % 32;
+    for (int q = threadIdx.x / 32; q < QUERIES; q += THREADS / 32) {
+        float maximum = -INFINITY, sum = 0.0f;
+        for (int p = lane; p < num_positions; p += 32) maximum = fmaxf(maximum, s.score[p][q]);
+        for (int step = 16; step > 0; step /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
+        for (int p = lane; p < num_positions; p += 32) sum += s.score[p][q] = expf(s.score[p][q] - maximum);
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane == 0) s.maximum[q] = maximum, s.sum[q] = sum;
+    }
+}
+
+/* stream[i] = the sum over positions i, i + STREAMS, ... of score * value. */
+__device__ void sum_values(Shared &s, const float *values, int num_positions) {
+    int stream = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    if (stream >= STREAMS) return;
+    float acc[QUERIES][PER_LANE] = {};
+#pragma unroll 8
+    for (int p = stream; p < num_positions; p += STREAMS) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            int d = lane + i * LANES;
+            float value = d < HEAD_DIM ? values[(int64_t)p * HEAD_DIM + d] : 0.0f;
+#pragma unroll
+            for (int q = 0; q < QUERIES; q++) acc[q][i] += s.score[p][q] * value;
+        }
+    }
+#pragma unroll
+    for (int q = 0; q < QUERIES; q++)
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            int d = lane + i * LANES;
+            if (d < HEAD_DIM) s.stream[stream][q * HEAD_DIM + d] = acc[q][i];
+        }
+}
+
+/* One chunk; a thread gets outputs threadIdx.x, threadIdx.x + THREADS, ... of [query][HEAD_DIM]. */
+__device__ void attend(Partial (&out)[PER_THREAD], Shared &s, const float *keys, const float *values,
+                       int num_positions) {
+    __syncthreads(); /* queries are there, and the last chunk's streams have been read */
+    score_positions(s, keys, num_positions);
+    __syncthreads();
+    exponentiate(s, num_positions);
+    __syncthreads();
+    sum_values(s, values, num_positions);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+        int output = threadIdx.x + i * THREADS;
+        if (output >= QUERIES * HEAD_DIM) continue;
+        out[i] = {s.maximum[output / HEAD_DIM], s.sum[output / HEAD_DIM], 0.0f};
+        for (int stream = 0; stream < STREAMS; stream++) out[i].value += s.stream[stream][output];
+    }
+}
+
+/* Publishes this block's chunk; true in the last of the (token, tile)'s blocks, with all chunks merged in out. */
+__device__ bool merge_chunks(Partial (&out)[PER_THREAD], ChunkResult *chunks, int *arrived, int chunk, int num_chunks) {
+    __shared__ bool last;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+        int output = threadIdx.x + i * THREADS, query = output / HEAD_DIM;
+        if (output >= QUERIES * HEAD_DIM) continue;
+        chunks[chunk].value[output] = out[i].value;
+        if (output % HEAD_DIM == 0) chunks[chunk].maximum[query] = out[i].maximum, chunks[chunk].sum[query] = out[i].sum;
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived, 1) == num_chunks - 1;
+        if (last) *arrived = 0; /* for the next layer */
+    }
+    __syncthreads();
+    if (!last) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+        int output = threadIdx.x + i * THREADS, query = output / HEAD_DIM;
+        out[i] = {-INFINITY, 0.0f, 0.0f};
+        for (const ChunkResult *c = chunks; c < chunks + num_chunks && output < QUERIES * HEAD_DIM; c++)
+            merge(out[i], {__ldcg(&c->maximum[query]), __ldcg(&c->sum[query]), __ldcg(&c->value[output])});
+    }
+    return true;
+}
+
+/* Grid: (tokens, TILES, CHUNKS), or (tokens, TILES) where a block takes every chunk. */
+__global__ void __launch_bounds__(THREADS)
+attention_kernel(float *attention, const float *qkv, const float *keys, const float *values, const Batch *batch,
+                 ChunkResult *chunks, int *arrived, int layer, int num_slots) {
+    __shared__ Shared s;
+    pdl_wait();
+    pdl_trigger();
+    int token = blockIdx.x, tile = blockIdx.y, chunk = blockIdx.z;
+    if (token >= batch->num_tokens) return;
+    int num_positions = batch->positions[token] + 1, num_chunks = (num_positions - 1) / CHUNK + 1;
+    if (chunk >= num_chunks) return;
+    const float *query = qkv + (int64_t)token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + tile * QUERIES * HEAD_DIM;
+    for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS) s.query[i / HEAD_DIM][i % HEAD_DIM] = query[i];
+    int64_t timeline = ((int64_t)layer * num_slots + batch->slots[token]) * NUM_KV_HEADS + tile * QUERIES / GROUP;
+    int64_t start = timeline * MAX_SEQ_LEN * HEAD_DIM;
+
+    Partial all[PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) all[i] = {-INFINITY, 0.0f, 0.0f};
+    for (; chunk < num_chunks; chunk++) {
+        Partial one[PER_THREAD] = {};
+        int64_t first = start + (int64_t)chunk * CHUNK * HEAD_DIM;
+        attend(one, s, keys + first, values + first, min(CHUNK, num_positions - chunk * CHUNK));
+        if (gridDim.z > 1 && num_chunks > 1) {
+            int index = token * TILES + tile;
+            if (!merge_chunks(one, chunks + (int64_t)index * CHUNKS, &arrived[index], chunk, num_chunks)) return;
+            chunk = num_chunks;
+        }
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) merge(all[i], one[i]);
+    }
+    float *out = attention + ((int64_t)token * NUM_HEADS + tile * QUERIES) * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+        int output = threadIdx.x + i * THREADS;
+        if (output < QUERIES * HEAD_DIM) out[output] = all[i].value / all[i].sum;
+    }
+}
+
+} // namespace
+
+int64_t cuda_attention_scratch_bytes() {
+    return scratch_round(SPLIT_TOKENS * TILES * sizeof(int)) +
+           scratch_round((int64_t)SPLIT_TOKENS * TILES * CHUNKS * sizeof(ChunkResult));
+}
+
+int cuda_attention(Model *m, int num_tokens, int layer) {
+    int *arrived = (int *)attention_scratch(m);
+    ChunkResult *chunks = (ChunkResult *)(attention_scratch(m) + scratch_round(SPLIT_TOKENS * TILES * sizeof(int)));
+    dim3 grid(num_tokens, TILES, num_tokens <= SPLIT_TOKENS ? CHUNKS : 1);
+    return launch(m, "attention", attention_kernel, grid, THREADS, 0, m->state.attention, m->state.qkv,
+                  m->state.key_cache, m->state.value_cache, device_batch(m), chunks, arrived, layer, m->num_slots);
+}
+
+#else
+int64_t cuda_attention_scratch_bytes() { return 0; }
+#endif

@@ -1,0 +1,45 @@
+/* What a step begins with: the batch comes over from host memory, and its tokens' embeddings become x. */
+#include "common.cuh"
+
+namespace {
+
+constexpr int THREADS = 128;
+constexpr int INPUTS = (offsetof(Batch, sampled) - offsetof(Batch, tokens)) / sizeof(Batch::tokens);
+
+/* Grid: (blocks of tokens, the batch's input arrays). One trip over the bus: nothing read decides what to read. */
+__global__ void begin_kernel(Batch *copy, const Batch *batch, int num_tokens) {
+    pdl_wait();
+    pdl_trigger();
+    int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i < num_tokens) {
+        const int32_t *from = batch->tokens + (int64_t)blockIdx.y * MAX_TOKENS;
+        (copy->tokens + (int64_t)blockIdx.y * MAX_TOKENS)[i] = __ldcv(from + i);
+    }
+    if (i == 0 && blockIdx.y == 0) {
+        copy->num_tokens = __ldcv(&batch->num_tokens);
+        copy->num_logits = __ldcv(&batch->num_logits);
+        copy->sample = __ldcv(&batch->sample);
+    }
+}
+
+__global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch) {
+    pdl_wait();
+    pdl_trigger();
+    int t = blockIdx.x, i = blockIdx.y * THREADS + threadIdx.x;
+    if (t >= batch->num_tokens || i >= HIDDEN) return;
+    int row = batch->tokens[t];
+    const weight_t *panel = embed + (int64_t)(row / PANEL_ROWS) * HIDDEN * PANEL_ROWS;
+    x[(int64_t)t * HIDDEN + i] = to_float(panel[(int64_t)i * PANEL_ROWS + row % PANEL_ROWS]);
+}
+
+} // namespace
+
+int cuda_begin(Model *m, int num_tokens) {
+    return launch(m, "begin", begin_kernel, dim3(ceil_div(num_tokens, THREADS), INPUTS), THREADS, 0, device_batch(m),
+                  m->batch, num_tokens);
+}
+
+int cuda_embed(Model *m, int num_tokens) {
+    return launch(m, "embed", embed_kernel, dim3(num_tokens, ceil_div(HIDDEN, THREADS)), THREADS, 0, m->state.x,
+                  m->weights.embed, device_batch(m));
+}

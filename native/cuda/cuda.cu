@@ -1,0 +1,25 @@
+/* The CUDA backend's table. */
+#include "common.cuh"
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+static const char *name() {
+    return "cuda sm_" TEXT(CUDA_ARCH) ", CUDA " TEXT(__CUDACC_VER_MAJOR__) "." TEXT(__CUDACC_VER_MINOR__);
+}
+
+extern "C" const Ops cuda_ops = {
+    .name = name, .scratch_bytes = cuda_scratch_bytes, .begin = cuda_begin,
+#if NUM_HEADS
+    .embed = cuda_embed, .norm = cuda_norm, .qkv = cuda_qkv, .rope = cuda_rope, .attention = cuda_attention,
+    .attention_out = cuda_attention_out,
+#else
+    .embed = nullptr, .norm = nullptr, .qkv = nullptr, .rope = nullptr, .attention = nullptr, .attention_out = nullptr,
+#endif
+    .router = cuda_router, .experts_up = cuda_experts_up, .experts_down = cuda_experts_down, .combine = cuda_combine,
+#if NUM_HEADS
+    .gather_norm = cuda_gather_norm, .lm_head = cuda_lm_head, .sample = cuda_sample,
+#else
+    .gather_norm = nullptr, .lm_head = nullptr, .sample = nullptr,
+#endif
+};

@@ -1,0 +1,62 @@
+/* Rotates q and k by their token's position and stores k and v in the caches: a thread a pair of values. */
+#include <cmath>
+
+#include "common.cuh"
+
+#if NUM_HEADS
+
+namespace {
+
+constexpr int THREADS = 128;
+constexpr int HALF = HEAD_DIM / 2;
+constexpr int PAIRS = (NUM_HEADS + 2 * NUM_KV_HEADS) * HALF; /* a token */
+
+/* In double, since an angle's rounding would grow with the position; made on the host, where pow is cheap. */
+struct Frequencies {
+    double turns[HALF]; /* a position */
+};
+
+/* Row `position` of kv head `head` of the token's slot, in either cache. */
+__device__ float *cache_row(float *cache, int layer, int num_slots, int slot, int head, int position) {
+    int64_t timeline = ((int64_t)layer * num_slots + slot) * NUM_KV_HEADS + head;
+    return cache + (timeline * MAX_SEQ_LEN + position) * HEAD_DIM;
+}
+
+__global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch *batch, int layer, int num_slots,
+                            __grid_constant__ const Frequencies frequencies) {
+    pdl_wait();
+    pdl_trigger();
+    int token = blockIdx.x, pair = blockIdx.y * THREADS + threadIdx.x;
+    if (token >= batch->num_tokens || pair >= PAIRS) return;
+    int position = batch->positions[token], slot = batch->slots[token], head = pair / HALF, i = pair % HALF;
+    float *row = qkv + (int64_t)token * PAIRS * 2 + head * HEAD_DIM;
+    float low = row[i], high = row[i + HALF];
+    if (ROPE_KIND == ROPE_DEFAULT && head < NUM_HEADS + NUM_KV_HEADS) {
+        float sine, cosine, x = low;
+        double turns = position * frequencies.turns[i];
+        sincospif(2.0f * (float)(turns - rint(turns)), &sine, &cosine);
+        low = x * cosine - high * sine;
+        high = high * cosine + x * sine;
+    }
+    bool value = head >= NUM_HEADS + NUM_KV_HEADS;
+    if (head < NUM_HEADS)
+        row[i] = low, row[i + HALF] = high;
+    else {
+        int kv_head = head - NUM_HEADS - (value ? NUM_KV_HEADS : 0);
+        float *entry = cache_row(value ? values : keys, layer, num_slots, slot, kv_head, position);
+        entry[i] = low, entry[i + HALF] = high;
+    }
+}
+
+} // namespace
+
+int cuda_rope(Model *m, int num_tokens, int layer) {
+    Frequencies frequencies;
+    for (int i = 0; i < HALF; i++)
+        frequencies.turns[i] = std::pow((double)m->header.rope_theta, -2.0 * i / HEAD_DIM) / (2.0 * M_PI);
+    return launch(m, "rope", rope_kernel, dim3(num_tokens, ceil_div(PAIRS, THREADS)), THREADS, 0, m->state.qkv,
+                  m->state.key_cache, m->state.value_cache, device_batch(m), layer, m->num_slots,
+                  frequencies);
+}
+
+#endif
