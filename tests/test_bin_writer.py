@@ -93,7 +93,8 @@ def test_a_disk_that_fills_up(tmp_path):
               "        bin_writer.write_all(file, bytes(1 << 21))\n"
               "except ColibriError as error: print(error)\n")
     limit = (1 << 20, 1 << 20)
-    done = subprocess.run([sys.executable, "-c", script, tmp_path / "a.bin"], capture_output=True, text=True, check=False,
+    command = [sys.executable, "-c", script, tmp_path / "a.bin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
     assert "a.bin: File too large, expected to write 2097152 bytes" in done.stdout and not done.stderr
     assert not list(tmp_path.iterdir())
