@@ -62,10 +62,9 @@ __device__ void merge(Partial &all, Partial next) {
     all.maximum = maximum;
 }
 
-__device__ void add_product(float &sum, float2 a, float2 b) { sum += a.x * b.x, sum += a.y * b.y; }
-__device__ void add_product(float &sum, float4 a, float4 b) {
-    add_product(sum, make_float2(a.x, a.y), make_float2(b.x, b.y));
-    add_product(sum, make_float2(a.z, a.w), make_float2(b.z, b.w));
+template <typename Vector> __device__ void add_product(float &sum, Vector a, Vector b) {
+    sum += a.x * b.x, sum += a.y * b.y;
+    if constexpr (sizeof(Vector) == sizeof(float4)) sum += a.z * b.z, sum += a.w * b.w;
 }
 
 /* score[p] = q k[p] / sqrt(HEAD_DIM), a thread a position. */
