@@ -16,7 +16,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def read_file(path):
-    """{name: Tensor} of one file: a header whose tensors follow each other without holes or overlap to the file's end."""
+    """{name: Tensor} of one file, whose tensors must follow each other without holes or overlap up to its end."""
     data, end = map_file(path), 0
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8) or data[8:9] != b"{":
