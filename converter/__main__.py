@@ -29,6 +29,9 @@ Nothing in the checkpoint is executed, memory stays below 256 MiB plus the large
 complete or not at all. Exit status: 0 done, 2 an error (one line on stderr), 130 interrupted.
 """
 
+INTERPRETER_BYTES = 24 << 20  # anonymous memory of Python with numpy
+TENSOR_BYTES = 4 << 10        # of one tensor's description while the checkpoint is read
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -128,7 +131,8 @@ def _report(found, fields, header, directory, dtype):
         lines.append(f"  {count:6} x {template} {list(shape)} {kind}")
     lines += [f"  left out: {name}" for name in found.ignored]
     widest = max(int(entry["shape"][entry["rank"] - 1]) for entry in directory if entry["rank"] > 1)
-    peak = interleave.WORKING_BYTES + 4 * interleave.PANEL_ROWS * 8 * widest
+    num_tensors = sum(names.census(found).values())
+    peak = INTERPRETER_BYTES + TENSOR_BYTES * num_tensors + 6 * 8 * interleave.PANEL_ROWS * widest  # blocks of 64 rows
     lines.append("model: " + ", ".join(f"{name}={np.array(header[name]).item()}" for name in (
         "num_layers", "num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size")))
     lines.append(f"would write: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {dtype}")
@@ -143,6 +147,9 @@ def main(arguments=None):
         convert(parser().parse_args(arguments))
     except ColibriError as error:
         print(" ".join(str(error).splitlines()), file=sys.stderr)
+        return 2
+    except OSError as error:  # of a path that cannot even be looked at
+        print(f"{error.filename}: {error.strerror}, expected a usable path; check it", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)

@@ -13,7 +13,6 @@ GATE_GROUP = headers.default().constants["GATE_GROUP"]
 NUMPY_DTYPES = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}  # bf16 as its bits
 NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
 KEPT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f32"}  # what --dtype keep means
-WORKING_BYTES = 128 << 20  # anonymous memory of a conversion, but for its blocks of 64 rows
 LARGEST = {"f16": "65504", "bf16": "3.39e38", "f32": "3.4e38"}
 
 

@@ -114,7 +114,8 @@ def sources(found, header, path):
     result, missing = {}, []
     for name in names:
         parts = found.family.parts[name]
-        for layer in range(header["num_layers"]) if "N" in name.split(".") else [None]:
+        layers = range(min(header["num_layers"], found.num_layers + 1))  # one too many is enough to see it missing
+        for layer in layers if "N" in name.split(".") else [None]:
             experts = range(header["num_experts"]) if "E" in parts[0].template.split(".") else [None]
             there = [found.tensors.get(name, {}).get((layer, expert), {}) for expert in experts]
             missing += [_filled(part.template, layer, expert) for expert, place in zip(experts, there)

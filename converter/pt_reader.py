@@ -10,7 +10,7 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from converter.pickle_reader import PickleReader, Rebuilt, StorageRef
-from converter.zip_reader import DEFLATED, read_directory
+from converter.zip_reader import DEFLATED, read_directory, shown
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_EXPANDED_BYTES = 1 << 30  # of a tensor with more elements than its storage (stride 0)
@@ -151,6 +151,9 @@ class Tensor:
 
 def map_file(path):
     """The file as a read-only mmap."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ColibriError(f"{path}: {'a directory' if os.path.isdir(path) else 'not a regular file'}, expected a "
+                           "checkpoint file; name the file itself")
     try:
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
@@ -213,7 +216,7 @@ def _read_zip(data, path):
     storages = {}
     for name, record in records.items():
         if name.startswith(prefix + "data/"):
-            place, crc32 = f"{path}: {name[len(prefix):]}", record.crc32 if has_crc else None
+            place, crc32 = f"{path}: {shown(name[len(prefix):])}", record.crc32 if has_crc else None
             storages[name[len(prefix) + 5:]] = (
                 DeflatedStorage(place, data, record, crc32) if record.method == DEFLATED
                 else Storage(place, data, record.offset, record.bytes, crc32))
@@ -255,9 +258,9 @@ def _read_legacy(data, path):
             raise ColibriError(f"{path}: truncated or corrupt list of storages at byte {position}; save it again")
         num_bytes = struct.unpack_from("<q", data, position)[0] * items[key]
         if not 0 <= num_bytes <= len(data) - position - 8:
-            raise ColibriError(f"{path}: truncated: storage {key[:100]} of {num_bytes} bytes runs past the end; save "
+            raise ColibriError(f"{path}: truncated: storage {shown(key)} of {num_bytes} bytes runs past the end; save "
                                "it again")
-        storages[key] = Storage(f"{path}: storage {key[:100]}", data, position + 8, num_bytes)
+        storages[key] = Storage(f"{path}: storage {shown(key)}", data, position + 8, num_bytes)
         position += 8 + num_bytes
     return value, storages
 
@@ -296,7 +299,7 @@ def _named_tensors(value, path):
 
 def _resolve(rebuilt, name, storages, path):
     """A Rebuilt description, every number of it checked, as a Tensor."""
-    where = f"{path}: {_shown(name)}"
+    where = f"{path}: {shown(name)}"
     if rebuilt.problem:
         raise ColibriError(f"{where}: {rebuilt.problem}, expected a plain tensor; save it dense and materialised")
     storage_ref, offset, shape, strides = rebuilt.storage, rebuilt.offset, rebuilt.shape, rebuilt.strides
@@ -328,7 +331,7 @@ def _resolve(rebuilt, name, storages, path):
 def _storage(ref, storages, path):
     """(Storage, first byte, bytes) of what a tensor may use; ref's size must be the record's."""
     if ref.key not in storages:
-        raise ColibriError(f"{path}: missing storage data/{_shown(ref.key)}, expected it in the file; save or "
+        raise ColibriError(f"{path}: missing storage data/{shown(ref.key)}, expected it in the file; save or "
                            "download it again")
     storage, item = storages[ref.key], np.dtype(NUMPY_DTYPES.get(ref.dtype, "u1")).itemsize
     if ref.numel * item != storage.bytes:
@@ -337,11 +340,6 @@ def _storage(ref, storages, path):
     if not 0 <= ref.view_offset <= ref.view_offset + ref.view_numel <= ref.numel:
         raise ColibriError(f"{storage.where}: out of bounds: a view of it is larger than it; the checkpoint is damaged")
     return storage, ref.view_offset * item, ref.view_numel * item
-
-
-def _shown(name):
-    """A name from the file, safe to print on one line."""
-    return name[:200].encode("unicode_escape").decode() if not name.isprintable() else name[:200]
 
 
 def _short(value):

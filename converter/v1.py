@@ -4,6 +4,7 @@
 [hidden, E], row-major f16, where column j * E + e is expert e's column j. The file does not say hidden or ffn.
 """
 
+import os
 import struct
 
 import numpy as np
@@ -19,11 +20,7 @@ WRITE_BYTES = 8 << 20
 
 def is_v1(path):
     """Whether the file begins as a version 1 .bin."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(8) == HEADER.pack(bin_writer.MAGIC, 1, 0, 0)[:8]
-    except OSError:
-        return False
+    return os.path.isfile(path) and map_file(path)[:8] == HEADER.pack(bin_writer.MAGIC, 1, 0, 0)[:8]
 
 
 def read(path, hidden, ffn, k):

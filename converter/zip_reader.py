@@ -28,7 +28,7 @@ def read_directory(data, path):
     for _ in range(num_entries):
         record, local_offset, next_offset = _entry(data, path, offset, end)
         if record.name in records:
-            raise ColibriError(f"{path}: duplicate record {record.name}, expected one of each name; {AGAIN}")
+            raise ColibriError(f"{path}: duplicate record {shown(record.name)}, expected one of each name; {AGAIN}")
         data_offset = _local_header(data, path, record, local_offset)
         records[record.name] = record = record._replace(offset=data_offset)
         taken.append((local_offset, data_offset + record.stored_bytes, record.name))
@@ -36,9 +36,9 @@ def read_directory(data, path):
     taken.sort()
     for (_, stop, name), (start, _, following) in itertools.pairwise(taken):
         if stop > start:
-            raise ColibriError(f"{path}: corrupt zip: records {name} and {following} overlap; {AGAIN}")
+            raise ColibriError(f"{path}: corrupt zip: records {shown(name)} and {shown(following)} overlap; {AGAIN}")
     if taken and taken[-1][1] > end:
-        raise ColibriError(f"{path}: corrupt zip: record {taken[-1][2]} runs past the directory; {AGAIN}")
+        raise ColibriError(f"{path}: corrupt zip: record {shown(taken[-1][2])} runs past the directory; {AGAIN}")
     return records
 
 
@@ -78,13 +78,13 @@ def _entry(data, path, offset, end):
     extra = data[name_offset + name_bytes:name_offset + name_bytes + extra_bytes]
     size, stored_bytes, local_offset, disk = _zip64(extra, size, stored_bytes, local_offset, disk)
     if flags & 0x2041:
-        raise ColibriError(f"{path}: record {_shown(name)} is encrypted, expected a plain one; decrypt the archive "
+        raise ColibriError(f"{path}: record {shown(name)} is encrypted, expected a plain one; decrypt the archive "
                            "first")
     if method not in (STORED, DEFLATED):
-        raise ColibriError(f"{path}: record {_shown(name)}: compression method {method}, expected 0 (stored) or 8 "
+        raise ColibriError(f"{path}: record {shown(name)}: compression method {method}, expected 0 (stored) or 8 "
                            "(deflated); save the checkpoint again with torch.save")
     if disk or (method == STORED and stored_bytes != size):
-        raise ColibriError(f"{path}: corrupt zip: record {_shown(name)} has {stored_bytes} stored bytes for {size}; "
+        raise ColibriError(f"{path}: corrupt zip: record {shown(name)} has {stored_bytes} stored bytes for {size}; "
                            f"{AGAIN}")
     return Record(name, None, stored_bytes, size, method, crc32), local_offset, next_offset
 
@@ -109,14 +109,15 @@ def _zip64(extra, size, stored_bytes, local_offset, disk):
 def _local_header(data, path, record, offset):
     """Where the record's bytes begin: behind a local header that agrees with the directory."""
     if offset + LOCAL.size > len(data) or data[offset:offset + 4] != b"PK\3\4":
-        raise ColibriError(f"{path}: corrupt zip: record {_shown(record.name)} is not at byte {offset}; {AGAIN}")
+        raise ColibriError(f"{path}: corrupt zip: record {shown(record.name)} is not at byte {offset}; {AGAIN}")
     _, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(data, offset)
     name = data[offset + LOCAL.size:offset + LOCAL.size + name_bytes].decode("utf-8", "surrogateescape")
     if name != record.name or method != record.method or flags & 0x2041:
-        raise ColibriError(f"{path}: corrupt zip: record {_shown(record.name)} differs between directory and local "
+        raise ColibriError(f"{path}: corrupt zip: record {shown(record.name)} differs between directory and local "
                            f"header; {AGAIN}")
     return offset + LOCAL.size + name_bytes + extra_bytes
 
 
-def _shown(name):
-    return name.encode("utf-8", "backslashreplace").decode()[:200]
+def shown(name):
+    """A name from the file, safe to print on one line."""
+    return name[:200] if name[:200].isprintable() else name[:200].encode("unicode_escape").decode()

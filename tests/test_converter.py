@@ -233,6 +233,14 @@ def test_existing_outputs_and_the_input_itself(capsys, tmp_path):
     assert output.read_bytes() != content
 
 
+def test_paths_that_cannot_be(capsys, tmp_path):
+    source = DATA / "gpt-moe-32.pt"
+    assert "none.pt: No such file" in refusal(capsys, tmp_path / "none.pt", tmp_path / "a.bin", *STACK)
+    assert "No such file or directory" in refusal(capsys, source, tmp_path / "none" / "a.bin", *STACK)
+    assert "File name too long" in refusal(capsys, source, tmp_path / ("a" * 300), *STACK)
+    assert "not a regular file" in refusal(capsys, source, "/dev/full", *STACK, "--force")
+
+
 def test_interrupts_leave_nothing(capsys, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -118,6 +118,7 @@ def test_tensors_are_used_or_named(tmp_path, arrays, cause):
     ({"num_local_experts": 2}, "extra tensor model.layers.0.block_sparse_moe.experts.2.w1.weight, expected"),
     ({"num_local_experts": 4}, "missing tensor model.layers.0.block_sparse_moe.experts.3.w1.weight"),
     ({"num_hidden_layers": 1}, "extra tensor model.layers.1."),
+    ({"num_hidden_layers": 4_000_000_000}, "missing tensor model.layers.2.input_layernorm.weight"),
     ({"hidden_size": 16}, "model.embed_tokens.weight: shape=(11, 10), expected (11, 16) from hidden=16, vocab_size=11"),
     ({"hidden_size": "10"}, 'hidden_size="10", expected int'),
     ({"hidden_size": True}, "hidden_size=true, expected int"),

@@ -1,6 +1,7 @@
 """converter/pt_reader.py on the checkpoint cases and on files made here: right arrays, or one clear error."""
 
 import json
+import os
 import time
 import tracemalloc
 import zipfile
@@ -173,7 +174,9 @@ def test_other_files(tmp_path, content, cause):
 
 def test_missing_file_and_directory(tmp_path):
     assert "No such file" in refusal(tmp_path / "none.pt")
-    assert "directory" in refusal(tmp_path)
+    assert "a directory" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe.pt")
+    assert "not a regular file" in refusal(tmp_path / "pipe.pt")
 
 
 def test_random_damage_never_escapes(tmp_path):
@@ -194,3 +197,19 @@ def test_random_damage_never_escapes(tmp_path):
         assert {name: array.tobytes() for name, array in arrays.items()} == {
             name: array.tobytes() for name, array in expected.items()} or set(arrays) != set(expected), trial
     assert refused > 300
+
+
+def test_random_damage_inside_the_pickle_never_escapes(tmp_path):
+    """With checksums that are right, so that the pickle machine and the checks behind it are what must hold."""
+    pickled, storages = state_dict({"w": MATRIX, "v": MATRIX.T})
+    generator, refused = np.random.default_rng(4), 0
+    for _ in range(1500):
+        damaged = bytearray(pickled)
+        for _ in range(generator.integers(1, 4)):
+            place, length = generator.integers(len(damaged)), generator.integers(1, 9)
+            damaged[place:place + length] = [b"", generator.bytes(length), damaged[-length:] * 2][generator.integers(3)]
+        try:
+            read(write_zip(tmp_path / "a.pt", bytes(damaged), storages))
+        except ColibriError:
+            refused += 1
+    assert refused > 1000
