@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ["batch_size", "seq_len", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "ttft_max_ms", "itl_p50_ms", "itl_p90_ms",
-           "itl_p99_ms", "itl_max_ms", "decode_tokens_per_s", "prefill_tokens_per_s", "fraction_of_read_bandwidth",
-           "resident_mib", "backend", "threads", "command"]
+COLUMNS = ["batch_size", "seq_len", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "ttft_max_ms", "itl_p50_ms",
+           "itl_p90_ms", "itl_p99_ms", "itl_max_ms", "decode_tokens_per_s", "prefill_tokens_per_s",
+           "fraction_of_read_bandwidth", "resident_mib", "backend", "threads", "command"]
 
 
 def numbers(text):
@@ -34,12 +34,13 @@ def parse():
 
 def measure(model, batch_size, seq_len, repeat):
     """One cell of the grid as a row of COLUMNS."""
-    command = ["python", "-m", "colibri.run", "--model", model, "--batch-size", str(batch_size), "--seq-len", str(seq_len),
-               "--repeat", str(repeat), "--json"]
+    command = ["python", "-m", "colibri.run", "--model", model, "--batch-size", str(batch_size), "--seq-len",
+               str(seq_len), "--repeat", str(repeat), "--json"]
     figures = json.loads(subprocess.run([sys.executable, *command[1:]], stdout=subprocess.PIPE, check=True).stdout)
     row = {name: figures.get(name) for name in COLUMNS}
     for kind in ("ttft", "itl"):
-        row.update({f"{kind}_{name}_ms": value for name, value in (figures[f"{kind}_ms"] or {}).items() if name != "count"})
+        row.update({f"{kind}_{name}_ms": value for name, value in (figures[f"{kind}_ms"] or {}).items()})
+    row = {name: row[name] for name in COLUMNS}
     row["command"] = " ".join(command)
     return {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
 

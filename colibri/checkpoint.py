@@ -210,4 +210,4 @@ def _map(path):
                            f"python -m converter checkpoint.pt {path}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ColibriError(f"{path}: {reason}, expected a readable model file; check its name and permissions") from None
+        raise ColibriError(f"{path}: {reason}, expected a readable model file; check its permissions") from None

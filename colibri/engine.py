@@ -91,7 +91,7 @@ class Engine:
         work:     [(session, tokens)], each session once, tokens at least one int of the vocabulary
         samplers: None, or one Sampler for each session
         every:    logits after every token, not only after each session's last
-        Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens [int].
+        Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         """
         with self._lock:
             self._check_open()
@@ -112,11 +112,11 @@ class Engine:
         return results.tolist() if samplers else results
 
     def stack(self, x):
-        """Runs hidden states through a bare stack of MoE layers. x: (num_tokens, hidden); returns float32 of its shape."""
-        hidden = self.checkpoint.header["hidden"]
-        if self.checkpoint.header["vocab_size"]:
-            raise ColibriError(f"{self.checkpoint.path}: vocab_size={self.checkpoint.header['vocab_size']}, expected 0, "
-                               "a bare stack of MoE layers; run this model on tokens, with Engine.session or --prompt")
+        """Runs states x (num_tokens, hidden) through a bare stack of MoE layers; returns float32 of its shape."""
+        hidden, vocab_size = (self.checkpoint.header[name] for name in ("hidden", "vocab_size"))
+        if vocab_size:
+            raise ColibriError(f"{self.checkpoint.path}: vocab_size={vocab_size}, expected 0, a bare stack of MoE "
+                               "layers; run this model on tokens, with Engine.session or --prompt")
         x = np.asarray(x)
         if x.ndim != 2 or x.shape[1] != hidden or x.dtype.kind != "f":
             raise ColibriError(f"x: {x.dtype} of shape {x.shape}, expected floats of shape (num_tokens, {hidden})")
@@ -133,10 +133,10 @@ class Engine:
         return y
 
     def room(self, num_tokens):
-        """How many tokens can be generated after num_tokens: the last of them is not fed back, and takes no position."""
+        """How many tokens can be generated after num_tokens: the last is not fed back, and takes no position."""
         if num_tokens > self.context:
             raise ColibriError(f"tokens: {num_tokens} in one session, expected at most {self.context}, the context; "
-                               "shorten the prompt")
+                               "shorten the prompt or begin another session")
         return self.context - num_tokens + 1
 
     def state(self, name, rows=None):
@@ -185,9 +185,7 @@ class Engine:
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
             raise ColibriError(f"tokens: {wrong}, expected 0 to {vocab_size - 1}")
-        if session.length + len(tokens) > self.context:
-            raise ColibriError(f"tokens: {session.length + len(tokens)} in one session, expected at most {self.context}, "
-                               "the context; shorten the prompt or begin another session")
+        self.room(session.length + len(tokens))
         return tokens
 
     def _fill(self, pending, samplers, every):

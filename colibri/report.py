@@ -130,7 +130,8 @@ def table(figures):
     if "weight_bytes_per_token" in figures:
         share = f"{figures['fraction_of_read_bandwidth']:.2f} of the {figures['read_gb_per_s']:.1f} GB/s"
         touched = f"{figures['weight_bytes_per_token'] / 2**20:.2f} MiB a token"
-        lines.append(("weights", f"{touched}, at {figures['weight_gb_per_s']:.1f} GB/s: {share} that this machine reads"))
+        rate = f"{figures['weight_gb_per_s']:.1f} GB/s"
+        lines.append(("weights", f"{touched}, at {rate}: {share} that this machine reads"))
     spread = ", ".join(f"{name} {_number(value)}" for name, value in routed.items())
     lines.append(("routing", f"tokens per expert: {spread}"))
     latency, what = (figures["itl_ms"], "token") if figures["itl_ms"] else (figures["ttft_ms"], "first token")
@@ -149,8 +150,8 @@ def _percentiles(seconds):
 def _times(figures):
     if figures is None:
         return "none measured"
-    return (f"P50 {figures['p50']:.3f}, P90 {figures['p90']:.3f}, P99 {figures['p99']:.3f}, max {figures['max']:.3f} ms "
-            f"({figures['count']} measured)")
+    values = ", ".join(f"{label} {figures[label.lower()]:.3f}" for label in ("P50", "P90", "P99", "max"))
+    return f"{values} ms ({figures['count']} measured)"
 
 
 def _number(value):

@@ -63,7 +63,8 @@ def parse(arguments):
     text.add_argument("--top-p", type=_float("--top-p"), metavar="X",
                       help="draw from the likeliest that together reach X; 1: all")
     latency = parser.add_argument_group("latency run")
-    latency.add_argument("--batch-size", type=_int("--batch-size", 1), metavar="N", help="sequences at once (default 1)")
+    latency.add_argument("--batch-size", type=_int("--batch-size", 1), metavar="N",
+                         help="sequences at once (default 1)")
     latency.add_argument("--seq-len", type=_int("--seq-len", 2), metavar="N",
                          help="tokens of a sequence, of which the last --max-new-tokens are generated (default 128)")
     latency.add_argument("--warmup", type=_int("--warmup", 0), metavar="N", help="rounds not counted (default 1)")
@@ -89,9 +90,8 @@ def _check_kind(options):
                "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",)}
     for name in foreign[options.kind]:
         if getattr(options, name) is not None:
-            raise ColibriError(f"--{name.replace('_', '-')}: given, expected only without "
-                               f"{'--prompt' if options.kind == 'text' else '--input'}" if options.kind != "latency" else
-                               f"--{name.replace('_', '-')}: given, expected only with --prompt")
+            place = {"text": "without --prompt", "latency": "with --prompt", "stack": "without --input"}[options.kind]
+            raise ColibriError(f"--{name.replace('_', '-')}: given, expected only {place}; leave it out")
 
 
 def _choice(option, values):
@@ -150,11 +150,11 @@ def prepare(options, checkpoint):
 
 
 def read_prompt(prompt, checkpoint):
-    if checkpoint.header["vocab_size"] != 256:
-        raise ColibriError(f"{checkpoint.path}: vocab_size={checkpoint.header['vocab_size']}, expected 256 for --prompt, "
-                           "where a token is a byte; use "
-                           + ("a latency run, or the Python API with token numbers" if checkpoint.header["vocab_size"]
-                              else "--input, or a latency run"))
+    vocab_size = checkpoint.header["vocab_size"]
+    if vocab_size != 256:
+        others = "a latency run, or the Python API with token numbers" if vocab_size else "--input, or a latency run"
+        raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size}, expected 256 for --prompt, where a token is a "
+                           f"byte; use {others}")
     try:
         if prompt == "-":
             text = sys.stdin.buffer.read()
@@ -176,8 +176,8 @@ def run_text(engine, options, meter, prompt):
     room = engine.room(len(prompt))
     count = options.max_new_tokens or min(NEW_TOKENS["text"], room)
     if count > room:
-        raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {len(prompt)} bytes in "
-                           f"a context of {engine.context}")
+        raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {len(prompt)} "
+                           f"bytes in a context of {engine.context}; lower it")
     text = bytearray()
     with engine.session() as session:
         tokens = meter.prefill(len(prompt), engine.step, [(session, prompt)], [sampler])
@@ -204,7 +204,8 @@ def run_latency(engine, options, meter, _):
             raise ColibriError(f"{option}: {value}, expected at most {limit}, which the library was built for; "
                                f"lower it, or raise {macro} with DEFINES=-D{macro}={value} in the environment")
     if new_tokens >= seq_len:
-        raise ColibriError(f"--max-new-tokens: {new_tokens}, expected fewer than --seq-len {seq_len}, which counts them")
+        raise ColibriError(f"--max-new-tokens: {new_tokens}, expected fewer than --seq-len {seq_len}, which counts "
+                           "them; lower it")
     warmup = 1 if options.warmup is None else options.warmup
     repeat = options.repeat or 10
     generator = np.random.default_rng(options.seed)
@@ -249,10 +250,10 @@ def _progress(count):
 
 def read_array(path, checkpoint):
     """The checked hidden states of --input, mapped."""
-    hidden = checkpoint.header["hidden"]
-    if checkpoint.header["vocab_size"]:
-        raise ColibriError(f"{checkpoint.path}: vocab_size={checkpoint.header['vocab_size']}, expected 0 for --input, a bare "
-                           "stack of MoE layers; give this model a --prompt")
+    hidden, vocab_size = (checkpoint.header[name] for name in ("hidden", "vocab_size"))
+    if vocab_size:
+        raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size}, expected 0 for --input, a bare stack of MoE "
+                           "layers; give this model a --prompt")
     try:
         x = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:  # numpy's own messages speak of pickles
@@ -283,7 +284,7 @@ def run_stack(engine, options, meter, x):
 def write_array(path, array):
     """Writes an .npy whole or not at all: a temporary file beside it, then a rename."""
     try:
-        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):  # a device or a pipe is written to as it is
+        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):  # never rename over a device or a pipe
             with open(path, "wb") as file:
                 np.save(file, array)
             return

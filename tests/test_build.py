@@ -18,8 +18,8 @@ from colibri.errors import ColibriError
 
 def make_prints(*arguments):
     """What make would build, without building it."""
-    printed = subprocess.run(["make", "-n", "-B", *arguments, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
-                             text=True, check=True).stdout
+    printed = subprocess.run(["make", "-n", "-B", *arguments, f"PYTHON={sys.executable}"], cwd=ROOT,
+                             capture_output=True, text=True, check=True).stdout
     return re.search(r"build/\S+/libcolibri\.so", printed)[0]
 
 
@@ -54,7 +54,8 @@ def test_built_once_and_said_once(tmp_path):
     path = write_model(tmp_path / "model.bin", ffn=24 + os.getpid() % 1000)
     library = ROOT / "build" / f"host-{key_of(path)}"
     shutil.rmtree(library, ignore_errors=True)
-    command = [sys.executable, "-m", "colibri.run", "--model", str(path), "--prompt", "x", "--max-new-tokens", "1", "--json"]
+    command = [sys.executable, "-m", "colibri.run", "--model", str(path), "--prompt", "x", "--max-new-tokens", "1",
+               "--json"]
     both = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
     results = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], results
@@ -76,8 +77,8 @@ def test_a_changed_source_is_built_again(moe_32, monkeypatch):
     assert os.stat(library).st_mtime > 1
 
 
-@pytest.mark.parametrize("field, value", [("num_experts", 16), ("k", 3), ("hidden", 32), ("gated", 0), ("router_kind", 1),
-                                          ("weight_dtype", 0)])
+@pytest.mark.parametrize("field, value", [("num_experts", 16), ("k", 3), ("hidden", 32), ("gated", 0),
+                                          ("router_kind", 1), ("weight_dtype", 0)])
 def test_every_field_of_the_shape_is_compared(tmp_path, field, value):
     right = Checkpoint(write_model(tmp_path / "right.bin"))
     wrong = Checkpoint(write_model(tmp_path / "wrong.bin", **{field: value}))
@@ -85,5 +86,5 @@ def test_every_field_of_the_shape_is_compared(tmp_path, field, value):
     build.compare(library, right)
     with pytest.raises(ColibriError) as error:
         build.compare(library, wrong)
-    assert str(error.value) == (f"{library.file}: {field}={DENSE[field]}, expected {value} from {wrong.path}; build its "
-                                f"library with make MODEL={wrong.path}")
+    assert str(error.value) == (f"{library.file}: {field}={DENSE[field]}, expected {value} from {wrong.path}; build "
+                                f"its library with make MODEL={wrong.path}")

@@ -33,7 +33,8 @@ def test_yields_every_tensor_in_place_and_read_only(tmp_path, shape):
     path = write_model(tmp_path / "model.bin", shape)
     checkpoint = Checkpoint(path)
     data = path.read_bytes()
-    assert checkpoint.header["hidden"] == shape["hidden"] and checkpoint.header["norm_eps"] == np.float32(shape["norm_eps"])
+    assert checkpoint.header["hidden"] == shape["hidden"]
+    assert checkpoint.header["norm_eps"] == np.float32(shape["norm_eps"])
     assert list(checkpoint.tensors) == [tensor.name for tensor in headers.default().tensors(checkpoint.header)]
     for entry in np.frombuffer(data, STRUCTS["BinTensor"], checkpoint.header["num_tensors"], START):
         view = checkpoint.tensors[entry["name"].decode()]

@@ -1,6 +1,8 @@
 """The catalogue of errors: what causes each, and its exact line. Each exits with 2, without a traceback or output."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,8 +16,6 @@ from colibri import build, headers
 from colibri.checkpoint import Checkpoint
 
 PROMPT = ("--prompt", "hello")
-CHOICES = ("-h --help --model --backend --threads --num-experts --k --no-build --json --seed --max-new-tokens --prompt "
-           "--temperature --top-k --top-p --batch-size --seq-len --warmup --repeat --input --output")
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def place(tmp_path, moe_32, monkeypatch):
     """A folder with good and damaged files, in which the commands run."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(moe_32, "moe.bin")
-    good = bytearray(open("moe.bin", "rb").read())
+    good = (tmp_path / "moe.bin").read_bytes()
     write_model("stack.bin", STACK)
     write_model("words.bin", vocab_size=500)
     write_model("nan.bin", STACK)
@@ -37,6 +37,8 @@ def place(tmp_path, moe_32, monkeypatch):
     write("outside.bin", moved(good, 1 << 33))
     write("overlap.bin", moved(good, 8192))
     os.mkdir("folder.bin")
+    write("600.txt", b"x" * 600)
+    write("500.txt", b"x" * 500)
     np.save("x.npy", np.zeros((3, 64), np.float32))
     np.save("narrow.npy", np.zeros((3, 65), np.float32))
     np.save("ints.npy", np.zeros((3, 64), np.int64))
@@ -62,87 +64,108 @@ def moved(data, offset):
     return seal(bytes(data[:end])) + data[end:]
 
 
-CATALOGUE = {
-    "missing model": (["--model", "none.bin", *PROMPT], "none.bin: not found, expected a model file; make one with "
-                      "python -m converter checkpoint.pt none.bin"),
-    "directory": (["--model", "folder.bin", *PROMPT], "folder.bin: a directory, expected a model file; name a .bin that "
-                  "python -m converter wrote"),
-    "empty": (["--model", "empty.bin", *PROMPT], "empty.bin: size=0, expected a model; the file is empty, convert again"),
-    "short": (["--model", "short.bin", *PROMPT], "short.bin: size=100, expected at least 256 bytes; the file is cut off, "
-              "convert again"),
-    "truncated": (["--model", "cut.bin", *PROMPT], "cut.bin: size=9000000, expected 15134720 bytes from the header; "
-                  "the file is cut off or has grown, convert again"),
-    "foreign": (["--model", "foreign.bin", *PROMPT], "foreign.bin: magic='\\x89PNG', expected 'COLI'; not a Colibri "
-                "model, make one with python -m converter"),
-    "version 1": (["--model", "v1.bin", *PROMPT], "v1.bin: version=1, expected 2; it has no dimensions in it, so upgrade "
-                  "it with python -m converter v1.bin new.bin --hidden H --ffn F"),
-    "version 3": (["--model", "v3.bin", *PROMPT], "v3.bin: version=3, this build reads 1 and 2; convert again with this "
-                  "converter"),
-    "out of bounds": (["--model", "outside.bin", *PROMPT], "outside.bin: layers.0.qkv: offset=8589934592, expected at "
-                      "most 15069184 for 65536 bytes in a file of 15134720; the file is damaged, convert again"),
-    "overlap": (["--model", "overlap.bin", *PROMPT], "overlap.bin: layers.0.qkv begins at byte 8192, expected at or "
-                "after byte 73728, where embed ends; the file is damaged, convert again"),
-    "other num_experts": (["--model", "moe.bin", "--num-experts", "8", *PROMPT], "--num-experts: 8, expected 32 as in "
-                          "moe.bin; the model decides, leave the option out"),
-    "other k": (["--model", "moe.bin", "--k", "4", *PROMPT], "--k: 4, expected 2 as in moe.bin; the model decides, leave "
-                "the option out"),
-    "k too large": (["--model", "moe.bin", "--k", "33", *PROMPT], "--k: 33, expected 2 as in moe.bin; the model decides, "
-                    "leave the option out"),
-    "sequence too long": (["--model", "moe.bin", "--seq-len", "513"], "--seq-len: 513, expected at most 512, which the "
-                          "library was built for; lower it, or raise MAX_SEQ_LEN with DEFINES=-DMAX_SEQ_LEN=513 in the "
-                          "environment"),
-    "batch too large": (["--model", "moe.bin", "--batch-size", "33"], "--batch-size: 33, expected at most 32, which the "
-                        "library was built for; lower it, or raise MAX_BATCH with DEFINES=-DMAX_BATCH=33 in the "
-                        "environment"),
-    "more new than all": (["--model", "moe.bin", "--seq-len", "8", "--max-new-tokens", "8"], "--max-new-tokens: 8, "
-                          "expected fewer than --seq-len 8, which counts them"),
-    "long prompt": (["--model", "moe.bin", "--prompt", "x" * 600], "tokens: 600 in one session, expected at most 512, "
-                    "the context; shorten the prompt"),
-    "too many new": (["--model", "moe.bin", "--prompt", "x" * 500, "--max-new-tokens", "14"], "--max-new-tokens: 14, "
-                     "expected at most 13 after a prompt of 500 bytes in a context of 512"),
-    "empty prompt": (["--model", "moe.bin", "--prompt", ""], "--prompt: 0 bytes, expected at least 1; the model needs "
-                     "something to continue"),
-    "no prompt file": (["--model", "moe.bin", "--prompt", "@none.txt"], "--prompt: @none.txt: No such file or directory, "
-                       "expected a file of text"),
-    "prompt for words": (["--model", "words.bin", *PROMPT], "words.bin: vocab_size=500, expected 256 for --prompt, where "
-                         "a token is a byte; use a latency run, or the Python API with token numbers"),
-    "prompt for a stack": (["--model", "stack.bin", *PROMPT], "stack.bin: vocab_size=0, expected 256 for --prompt, where "
-                           "a token is a byte; use --input, or a latency run"),
-    "unknown backend": (["--model", "moe.bin", "--backend", "tpu"], "--backend: tpu, expected one of auto, host, cuda"),
-    "unknown option": (["--model", "moe.bin", "--bach-size", "3"], "--bach-size: unknown option, expected one of "
-                       + CHOICES),
-    "not a number": (["--model", "moe.bin", "--threads", "two"], "--threads: two, expected an integer, 1 to 256"),
-    "no thread": (["--model", "moe.bin", "--threads", "0"], "--threads: 0, expected 1 to 256"),
-    "temperature": (["--model", "moe.bin", *PROMPT, "--temperature", "-1"], "--temperature: -1.0, expected 0 (greedy) or "
-                    "more"),
-    "top-p": (["--model", "moe.bin", *PROMPT, "--top-p", "0"], "--top-p: 0.0, expected more than 0 and at most 1"),
-    "value missing": (["--model", "moe.bin", "--prompt"], "--prompt: expected one argument; see python -m colibri.run "
-                      "--help"),
-    "no model": ([*PROMPT], "the following arguments are required: --model; see python -m colibri.run --help"),
-    "option of another run": (["--model", "moe.bin", *PROMPT, "--repeat", "3"], "--repeat: given, expected only without "
-                              "--prompt"),
-    "sampling without prompt": (["--model", "moe.bin", "--top-k", "3"], "--top-k: given, expected only with --prompt"),
-    "input alone": (["--model", "stack.bin", "--input", "x.npy"], "--output: missing, expected with the other; hidden "
-                    "states go from --input to --output"),
-    "input for tokens": (["--model", "moe.bin", "--input", "x.npy", "--output", "y.npy"], "moe.bin: vocab_size=256, "
-                         "expected 0 for --input, a bare stack of MoE layers; give this model a --prompt"),
-    "no input": (["--model", "stack.bin", "--input", "none.npy", "--output", "y.npy"], "none.npy: No such file or "
-                 "directory, expected an .npy file of numbers; write it with numpy.save"),
-    "input not npy": (["--model", "stack.bin", "--input", "text.npy", "--output", "y.npy"], "text.npy: not an array of "
-                      "numbers, expected an .npy file of numbers; write it with numpy.save"),
-    "input of objects": (["--model", "stack.bin", "--input", "objects.npy", "--output", "y.npy"], "objects.npy: not an "
-                         "array of numbers, expected an .npy file of numbers; write it with numpy.save"),
-    "input of ints": (["--model", "stack.bin", "--input", "ints.npy", "--output", "y.npy"], "ints.npy: dtype=int64, "
-                      "expected float32 or float16; convert it with numpy.astype"),
-    "narrow input": (["--model", "stack.bin", "--input", "narrow.npy", "--output", "y.npy"], "narrow.npy: shape=(3, 65), "
-                     "expected (tokens, 64) from hidden=64 of stack.bin; give it rows of that size"),
-    "NaN in input": (["--model", "stack.bin", "--input", "nan.npy", "--output", "y.npy"], "nan.npy: row 1 holds NaN or "
-                     "inf, expected finite numbers; look at what made it"),
-    "output folder": (["--model", "stack.bin", "--input", "x.npy", "--output", "none/y.npy"], "none/y.npy: No such file "
-                      "or directory, expected to write 768 bytes there; choose another --output"),
-    "output disk full": (["--model", "stack.bin", "--input", "x.npy", "--output", "/dev/full"], "/dev/full: No space left "
-                         "on device, expected to write 768 bytes there; choose another --output"),
-}
+# A cause and the options that bring it about, then the line they end with.
+CATALOGUE = """
+missing model: --model none.bin --prompt hello
+    none.bin: not found, expected a model file; make one with python -m converter checkpoint.pt none.bin
+directory: --model folder.bin --prompt hello
+    folder.bin: a directory, expected a model file; name a .bin that python -m converter wrote
+empty: --model empty.bin --prompt hello
+    empty.bin: size=0, expected a model; the file is empty, convert again
+short: --model short.bin --prompt hello
+    short.bin: size=100, expected at least 256 bytes; the file is cut off, convert again
+truncated: --model cut.bin --prompt hello
+    cut.bin: size=9000000, expected 15134720 bytes from the header; the file is cut off or has grown, convert again
+foreign: --model foreign.bin --prompt hello
+    foreign.bin: magic='\\x89PNG', expected 'COLI'; not a Colibri model, make one with python -m converter
+version 1: --model v1.bin --prompt hello
+    v1.bin: version=1, expected 2; it has no dimensions in it, so upgrade it with python -m converter v1.bin new.bin
+    --hidden H --ffn F
+version 3: --model v3.bin --prompt hello
+    v3.bin: version=3, this build reads 1 and 2; convert again with this converter
+out of bounds: --model outside.bin --prompt hello
+    outside.bin: layers.0.qkv: offset=8589934592, expected at most 15069184 for 65536 bytes in a file of 15134720;
+    the file is damaged, convert again
+overlap: --model overlap.bin --prompt hello
+    overlap.bin: layers.0.qkv begins at byte 8192, expected at or after byte 73728, where embed ends; the file is
+    damaged, convert again
+other num_experts: --model moe.bin --num-experts 8 --prompt hello
+    --num-experts: 8, expected 32 as in moe.bin; the model decides, leave the option out
+other k: --model moe.bin --k 4 --prompt hello
+    --k: 4, expected 2 as in moe.bin; the model decides, leave the option out
+k too large: --model moe.bin --k 33 --prompt hello
+    --k: 33, expected 2 as in moe.bin; the model decides, leave the option out
+sequence too long: --model moe.bin --seq-len 513
+    --seq-len: 513, expected at most 512, which the library was built for; lower it, or raise MAX_SEQ_LEN with
+    DEFINES=-DMAX_SEQ_LEN=513 in the environment
+batch too large: --model moe.bin --batch-size 33
+    --batch-size: 33, expected at most 32, which the library was built for; lower it, or raise MAX_BATCH with
+    DEFINES=-DMAX_BATCH=33 in the environment
+more new than all: --model moe.bin --seq-len 8 --max-new-tokens 8
+    --max-new-tokens: 8, expected fewer than --seq-len 8, which counts them; lower it
+long prompt: --model moe.bin --prompt @600.txt
+    tokens: 600 in one session, expected at most 512, the context; shorten the prompt or begin another
+    session
+too many new: --model moe.bin --prompt @500.txt --max-new-tokens 14
+    --max-new-tokens: 14, expected at most 13 after a prompt of 500 bytes in a context of 512; lower it
+empty prompt: --model moe.bin --prompt ''
+    --prompt: 0 bytes, expected at least 1; the model needs something to continue
+no prompt file: --model moe.bin --prompt @none.txt
+    --prompt: @none.txt: No such file or directory, expected a file of text
+prompt for words: --model words.bin --prompt hello
+    words.bin: vocab_size=500, expected 256 for --prompt, where a token is a byte; use a latency run, or the Python
+    API with token numbers
+prompt for a stack: --model stack.bin --prompt hello
+    stack.bin: vocab_size=0, expected 256 for --prompt, where a token is a byte; use --input, or a latency run
+unknown backend: --model moe.bin --backend tpu
+    --backend: tpu, expected one of auto, host, cuda
+unknown option: --model moe.bin --bach-size 3
+    --bach-size: unknown option, expected one of -h --help --model --backend --threads --num-experts --k --no-build
+    --json --seed --max-new-tokens --prompt --temperature --top-k --top-p --batch-size --seq-len --warmup --repeat
+    --input --output
+not a number: --model moe.bin --threads two
+    --threads: two, expected an integer, 1 to 256
+no thread: --model moe.bin --threads 0
+    --threads: 0, expected 1 to 256
+temperature: --model moe.bin --prompt hello --temperature -1
+    --temperature: -1.0, expected 0 (greedy) or more
+top-p: --model moe.bin --prompt hello --top-p 0
+    --top-p: 0.0, expected more than 0 and at most 1
+value missing: --model moe.bin --prompt
+    --prompt: expected one argument; see python -m colibri.run --help
+no model: --prompt hello
+    the following arguments are required: --model; see python -m colibri.run --help
+option of another run: --model moe.bin --prompt hello --repeat 3
+    --repeat: given, expected only without --prompt; leave it out
+sampling without prompt: --model moe.bin --top-k 3
+    --top-k: given, expected only with --prompt; leave it out
+input alone: --model stack.bin --input x.npy
+    --output: missing, expected with the other; hidden states go from --input to --output
+input for tokens: --model moe.bin --input x.npy --output y.npy
+    moe.bin: vocab_size=256, expected 0 for --input, a bare stack of MoE layers; give this model a --prompt
+no input: --model stack.bin --input none.npy --output y.npy
+    none.npy: No such file or directory, expected an .npy file of numbers; write it with numpy.save
+input not npy: --model stack.bin --input text.npy --output y.npy
+    text.npy: not an array of numbers, expected an .npy file of numbers; write it with numpy.save
+input of objects: --model stack.bin --input objects.npy --output y.npy
+    objects.npy: not an array of numbers, expected an .npy file of numbers; write it with numpy.save
+input of ints: --model stack.bin --input ints.npy --output y.npy
+    ints.npy: dtype=int64, expected float32 or float16; convert it with numpy.astype
+narrow input: --model stack.bin --input narrow.npy --output y.npy
+    narrow.npy: shape=(3, 65), expected (tokens, 64) from hidden=64 of stack.bin; give it rows of that size
+NaN in input: --model stack.bin --input nan.npy --output y.npy
+    nan.npy: row 1 holds NaN or inf, expected finite numbers; look at what made it
+output folder: --model stack.bin --input x.npy --output none/y.npy
+    none/y.npy: No such file or directory, expected to write 768 bytes there; choose another --output
+output disk full: --model stack.bin --input x.npy --output /dev/full
+    /dev/full: No space left on device, expected to write 768 bytes there; choose another --output
+"""
+
+
+def catalogue():
+    """[(cause, options, line)] of the text above."""
+    entries = re.findall(r"^(\S.*?): (.*)\n((?:    .*\n)+)", CATALOGUE, re.MULTILINE)
+    return [(cause, shlex.split(options), " ".join(line.split())) for cause, options, line in entries]
 
 
 def line_of(result):
@@ -153,16 +176,16 @@ def line_of(result):
     return lines[0]
 
 
-@pytest.mark.parametrize("cause", CATALOGUE)
-def test_catalogue(place, cause):
-    arguments, line = CATALOGUE[cause]
-    assert line_of(program("colibri.run", *arguments, cwd=place)) == line
+@pytest.mark.parametrize("options, line", [pytest.param(*entry[1:], id=entry[0]) for entry in catalogue()])
+def test_catalogue(place, options, line):
+    assert line_of(program("colibri.run", *options, cwd=place)) == line
     assert not [name for name in os.listdir() if name.startswith("y.npy")]
 
 
 def test_flipped_byte(place):
     line = line_of(program("colibri.run", "--model", "flipped.bin", *PROMPT, cwd=place))
-    assert line.startswith("flipped.bin: header_crc32=0x") and line.endswith("header or directory is damaged, convert again")
+    assert line.startswith("flipped.bin: header_crc32=0x")
+    assert line.endswith("; header or directory is damaged, convert again")
 
 
 def test_no_compiler(place):
@@ -209,7 +232,8 @@ def test_nan_in_the_weights(place):
 
 def test_full_stdout(place):
     with open("/dev/full", "wb") as full:
-        run = subprocess.run([sys.executable, "-m", "colibri.run", "--model", "moe.bin", *PROMPT], stdout=full, cwd=place,
-                             stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+        command = [sys.executable, "-m", "colibri.run", "--model", "moe.bin", *PROMPT]
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=place, check=False,
+                             env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert run.returncode == 2
     assert run.stderr == b"stdout: No space left on device, expected to write the results there; free some space\n"

@@ -58,8 +58,8 @@ def test_prompt_from_anywhere(moe_32, engine, tmp_path, how):
 
 def test_sampled_text_depends_on_the_seed(moe_32):
     def text(seed):
-        return figures("--model", moe_32, "--prompt", PROMPT, "--temperature", 1, "--top-k", 40, "--top-p", 0.95, "--seed",
-                       seed, "--max-new-tokens", 60)["text"]
+        return figures("--model", moe_32, "--prompt", PROMPT, "--temperature", 1, "--top-k", 40, "--top-p", 0.95,
+                       "--seed", seed, "--max-new-tokens", 60)["text"]
     assert text(1) == text(1) != text(2)
 
 
@@ -69,8 +69,8 @@ def test_text_fills_the_context_and_stops(moe_32):
 
 
 def test_latency_figures(moe_32):
-    run = figures("--model", moe_32, "--batch-size", 3, "--seq-len", 20, "--max-new-tokens", 5, "--warmup", 2, "--repeat", 4,
-                  "--threads", 1, "--num-experts", 32, "--k", 2)
+    run = figures("--model", moe_32, "--batch-size", 3, "--seq-len", 20, "--max-new-tokens", 5, "--warmup", 2,
+                  "--repeat", 4, "--threads", 1, "--num-experts", 32, "--k", 2)
     assert run["threads"] == 1 and run["backend"] in ("host avx2", "host portable")
     assert run["ttft_ms"]["count"] == 4 and run["itl_ms"]["count"] == 4 * 4
     assert run["ttft_ms"]["p50"] <= run["ttft_ms"]["p90"] <= run["ttft_ms"]["p99"] <= run["ttft_ms"]["max"]
@@ -122,8 +122,8 @@ def test_a_failed_write_leaves_the_older_output(stack, tmp_path):
 
 
 def start(*arguments):
-    return subprocess.Popen([sys.executable, "-m", "colibri.run", *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-m", "colibri.run", *map(str, arguments)], cwd=ROOT,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_ctrl_c(moe_32):
