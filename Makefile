@@ -3,6 +3,7 @@
 ARCH    := host
 PYTHON  := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 CONFIG  := $(strip $(if $(MODEL),$(shell $(PYTHON) -m colibri.build --defines $(MODEL))) $(DEFINES))
+$(if $(filter-out 0,$(if $(MODEL),$(.SHELLSTATUS))),$(error MODEL=$(MODEL): cannot read its shape))
 BUILD   := build/$(ARCH)-$(shell printf '%s' '$(CONFIG)' | sha256sum | cut -c1-12)
 NUMBER  := $(ARCH:sm_%=%)
 CUDA    := $(if $(filter sm_%,$(ARCH)),$(or $(wildcard native/cuda/*.cu),$(error ARCH=$(ARCH): no CUDA sources in native/cuda)))

@@ -49,6 +49,12 @@ def test_make_and_python_agree_on_the_library(tmp_path, monkeypatch):
     assert f"host-{key}" in library
 
 
+def test_make_stops_at_a_model_that_it_cannot_read():
+    made = subprocess.run(["make", "MODEL=none.bin", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
+    assert made.returncode == 2 and "none.bin: not found" in made.stderr and made.stdout == ""
+
+
 def test_built_once_and_said_once(tmp_path):
     """Two processes at once: one of them builds, both run."""
     path = write_model(tmp_path / "model.bin", ffn=24 + os.getpid() % 1000)
