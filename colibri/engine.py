@@ -13,6 +13,7 @@ from colibri.errors import ColibriError
 from colibri.weights import HostMemory, pointers
 
 BACKENDS = ("auto", "host", "cuda")
+DISPATCH = ("device", "combo", "dynamic")  # colibri.device knows what they are
 MAX_THREADS = 256
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # without one of them, not even asking the driver can succeed
 
@@ -28,11 +29,13 @@ class Engine:
     num_slots:  sessions that can be open at once; None: the library's max_batch
     build:      False makes a library that is not built yet an error
     num_layers: run only the first so many layers, to look at what happens inside
+    dispatch:   on a GPU, "device" (None: this), "combo" or "dynamic": see colibri.device.DeviceMemory
 
     An engine may be used from several threads: it runs one step at a time. Everything wrong raises ColibriError.
     """
 
-    def __init__(self, path, backend="auto", threads=None, num_slots=None, build=True, num_layers=None):
+    def __init__(self, path, backend="auto", threads=None, num_slots=None, build=True, num_layers=None,
+                 dispatch=None):
         self._lock = threading.Lock()
         start = time.perf_counter()
         self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
@@ -45,19 +48,34 @@ class Engine:
         self.num_layers = _between("num_layers", num_layers, header["num_layers"], 1, header["num_layers"])
         self.max_tokens = self.library.headers.constants["MAX_TOKENS"]
         self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
-        self.memory = memory(self.library)
-        self._bind()
+        if dispatch not in (None, *DISPATCH):
+            raise ColibriError(f"dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
+        self.memory = memory(self.library, dispatch)
+        try:
+            self._bind()
+        except BaseException:
+            self.memory.close()
+            raise
         self._free_slots = list(range(self.num_slots))[::-1]
         self.path = self.library.path(self.memory.code).decode()
-        self.seconds = {"library": loaded - opened, "map": opened - start + time.perf_counter() - loaded}
+        rest = {"library": loaded - opened, "map": opened - start + time.perf_counter() - loaded}
+        rest["map"] -= sum(self.memory.seconds.values())
+        self.seconds = {**rest, **self.memory.seconds}
 
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""
         library, memory, structs = self.library, self.memory, self.library.headers.structs
         header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
         header["num_layers"] = self.num_layers
+        self._buffers = {buffer.name: buffer for buffer in
+                         library.headers.state_buffers(self.num_layers, self.num_slots)}
+        state_bytes = library.state_bytes(memory.code, self.num_layers, self.num_slots)
+        cache_bytes = sum(buffer.rows * buffer.columns * buffer.dtype.itemsize for name, buffer in self._buffers.items()
+                          if name.endswith("_cache"))
+        memory.reserve({"weights": sum(view.nbytes for view in self.checkpoint.tensors.values()),
+                        "KV cache": cache_bytes, "workspaces": state_bytes - cache_bytes})
         self._weights = pointers(self.checkpoint, memory.weights(self.checkpoint), structs)
-        state = memory.state(library.state_bytes(memory.code, self.num_layers, self.num_slots))
+        state = memory.state(state_bytes)
         self.batch = memory.batch(structs["Batch"].itemsize).view(structs["Batch"])
         self._model = np.zeros(1, structs["Model"])
         if self._model.nbytes != library.model_bytes():
@@ -69,8 +87,6 @@ class Engine:
                      memory.stream)
         self._fields = {name: self.batch[name] if self.batch[name].ndim == 1 else self.batch[name][0]
                         for name in self.batch.dtype.names}
-        self._buffers = {buffer.name: buffer for buffer in
-                         library.headers.state_buffers(self.num_layers, self.num_slots)}
         self._positions = np.arange(library.baked["max_seq_len"], dtype=np.int32)
 
     def session(self):
@@ -158,6 +174,22 @@ class Engine:
             self._fields["num_tokens"][0] = num_rows
             self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
+    def pin(self, array):
+        """Page-locks a C-contiguous array that steps read from, until close(): a GPU then copies it without staging.
+
+        The caller keeps the array until then. Returns it.
+        """
+        if not array.flags.c_contiguous or array.nbytes == 0:
+            raise ColibriError(f"array: shape={array.shape}, strides={array.strides}, expected C-contiguous and not empty; "
+                               "use numpy.ascontiguousarray")
+        return self.memory.pin(array)
+
+    def precapture(self):
+        """Makes the graphs of decoding now rather than at the first steps that need them."""
+        with self._lock:
+            self._check_open()
+            self.memory.precapture(self._address, self.num_layers)
+
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""
         with self._lock:
@@ -242,6 +274,10 @@ class Session:
         """Appends one token. Returns the logits after it, float32 (vocab_size,)."""
         return self.engine.step([(self, [token])])[0]
 
+    def pin(self, array):
+        """Engine.pin: page-locks an array that prompts are read from."""
+        return self.engine.pin(array)
+
     def generate(self, prompt_tokens, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, seed=0):
         """Yields max_new_tokens tokens that continue the session after prompt_tokens (ints or bytes).
 
@@ -278,22 +314,26 @@ def load_library(checkpoint, backend, build_missing):
     """(Library, memory class, why auto chose the host or "") for a model; nothing is allocated yet."""
     if backend not in BACKENDS:
         raise ColibriError(f"backend: {backend}, expected one of {', '.join(BACKENDS)}")
-    arch, why_host = "host", ""
+    why_host = ""
     if backend == "auto" and not any(map(os.path.exists, GPU_NODES)):
         backend, why_host = "host", "no NVIDIA GPU on this machine"
     if backend != "host":
         from colibri import device  # imports cuda.bindings: not on the host's way
         try:
-            arch = device.arch()
+            library = open_library(checkpoint, device.arch(), build_missing)
+            device.check_library(library)
+            return library, device.DeviceMemory, ""
         except ColibriError as error:
             if backend == "cuda":
                 raise
             why_host = str(error)
+    return open_library(checkpoint, "host", build_missing), HostMemory, why_host
+
+
+def open_library(checkpoint, arch, build_missing):
     library = native.Library(build.library_path(checkpoint, arch, build_missing))
     build.compare(library, checkpoint)
-    if arch == "host":
-        return library, HostMemory, why_host
-    return library, device.DeviceMemory, why_host
+    return library
 
 
 def check_sampler(sampler, prefix=""):

@@ -135,8 +135,22 @@ def table(figures):
     spread = ", ".join(f"{name} {_number(value)}" for name, value in routed.items())
     lines.append(("routing", f"tokens per expert: {spread}"))
     latency, what = (figures["itl_ms"], "token") if figures["itl_ms"] else (figures["ttft_ms"], "first token")
+    if "device" in figures:
+        lines += _device_lines(figures["device"])
     text = [f"{label:<12}{value}" for label, value in lines]
     return "\n".join([*text, f"P99 latency: {latency['p99']:.3f} ms a {what}"])
+
+
+def _device_lines(device):
+    memory = ", ".join(f"{name} {size:.1f}" for name, size in device["memory_mib"].items())
+    graphs = ", ".join(f"{_number(count)} {name}" for name, count in device["graphs"].items())
+    rate, ceiling = device["weights_gb_per_s"], device["pinned_gb_per_s"]
+    return [
+        ("GPU", f"{device['name']}: {device['used_mib']:.0f} of {device['total_mib']:.0f} MiB in use, by all processes"),
+        ("GPU memory", f"MiB: {memory}"),
+        ("loading", f"{rate:.1f} GB/s, {rate / ceiling:.2f} of a page-locked copy's {ceiling:.1f} GB/s"),
+        ("graphs", f"--dispatch {device['dispatch']}: {graphs}"),
+    ]
 
 
 def _percentiles(seconds):

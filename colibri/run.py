@@ -12,7 +12,7 @@ import numpy as np
 
 from colibri import report
 from colibri.checkpoint import Checkpoint
-from colibri.engine import BACKENDS, MAX_THREADS, Engine, Sampler, check_sampler
+from colibri.engine import BACKENDS, DISPATCH, MAX_THREADS, Engine, Sampler, check_sampler
 from colibri.errors import ColibriError
 
 DESCRIPTION = """\
@@ -47,6 +47,9 @@ def parse(arguments):
     add("--model", metavar="FILE", required=True, help="the .bin that python -m converter wrote")
     add("--backend", type=_choice("--backend", BACKENDS), default="auto", metavar="|".join(BACKENDS),
         help="auto takes a GPU where there is one, and says why not otherwise")
+    add("--dispatch", type=_choice("--dispatch", DISPATCH), metavar="|".join(DISPATCH),
+        help="how a GPU's steps are launched: one graph a size (default), one a combination of experts, or no graphs")
+    add("--precapture", action="store_true", help="make a GPU's graphs for decoding ahead, not when first needed")
     add("--threads", type=_int("--threads", 1, MAX_THREADS), metavar="N", help="host threads (default: all processors)")
     add("--num-experts", type=_int("--num-experts", 1), metavar="N", help="check: the model must have so many experts")
     add("--k", type=_int("--k", 1), metavar="N", help="check: the model must use so many experts a token")
@@ -135,7 +138,10 @@ def main(arguments=None):
     process_seconds = report.process_age()
     run = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
     prepared = prepare(options, checkpoint)
-    with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build) as engine:
+    with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build,
+                dispatch=options.dispatch) as engine:
+        if options.precapture:
+            engine.precapture()
         meter = report.Meter(engine, process_seconds)
         extra = run(engine, options, meter, prepared)
         figures = {**extra, **meter.figures()}

@@ -18,6 +18,7 @@ class HostMemory:
     colibri.device.DeviceMemory has the same members, and the engine uses no others:
       code      COLIBRI_HOST or COLIBRI_CUDA, as colibri_bind takes it
       stream    what colibri_bind takes: None, or the CUstream as an int
+      reserve(parts)        checks, before anything is allocated, that {"weights": bytes, "KV cache": ...} fit
       weights(checkpoint)   -> {tensor name: address} for every tensor of checkpoint.tensors
       state(num_bytes)      -> address of a zeroed block, aligned to 4096 bytes
       batch(num_bytes)      -> writable uint8 array; its address must serve the backend's kernels too
@@ -26,17 +27,26 @@ class HostMemory:
       sync()                waits until the step is done, so that batch and state can be read
       read(address, shape, dtype)  -> array with what lies there, valid until the next step
       write(address, array) puts a C-contiguous array there
+      pin(array)            makes copies from a caller's array as fast as they can be, until close(); returns it
+      precapture(model, num_layers)  does ahead what the first steps of decoding would have to
       close()               gives everything back; nothing is used afterwards
       read_bandwidth(checkpoint, threads)  -> bytes a second that this memory can be read with, measured now
-      figures()             -> {label: value} for the table of a run, in the order to print
+      figures()             -> what a run's figures say about this memory, {} or {"device": {...}}
+      seconds               what opening took, {part of a cold start: seconds}
     """
 
     stream = None
 
-    def __init__(self, library):
+    def __init__(self, library, dispatch=None):
+        if dispatch:
+            raise ColibriError(f"dispatch: {dispatch}, expected only with a GPU; leave it out, or see why there is none "
+                               "with python -m colibri.run --doctor")
         self._library = library
         self.code = library.headers.constants["COLIBRI_HOST"]
-        self._blocks = []
+        self._blocks, self.seconds = [], {}
+
+    def reserve(self, parts):
+        pass
 
     def weights(self, checkpoint):
         return {name: view.ctypes.data for name, view in checkpoint.tensors.items()}
@@ -58,6 +68,12 @@ class HostMemory:
 
     def write(self, address, array):
         _view(address, array.shape, array.dtype)[...] = array
+
+    def pin(self, array):
+        return array
+
+    def precapture(self, model, num_layers):
+        pass
 
     def close(self):
         self._blocks.clear()

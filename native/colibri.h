@@ -24,6 +24,8 @@ int64_t colibri_state_bytes(int backend, int num_layers, int num_slots);
 int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state, void *batch, int num_slots, int num_threads, void *stream);
 /* One step over the model's batch: embed, layers, logits, sampled tokens. num_tokens and num_logits are launch sizes. */
 int colibri_forward(void *model, int num_tokens, int num_logits);
+/* Part `part` of that step, or of a bare stack's: 0 up to the first router, then from one router to the next, num_layers to the end. */
+int colibri_forward_part(void *model, int num_tokens, int num_logits, int part);
 /* One step of a bare MoE stack, in place on state.x. */
 int colibri_forward_stack(void *model, int num_tokens);
 /* One op of ops.h by its name, on the model's state as colibri_forward would call it: for tests and benchmarks. */

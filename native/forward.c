@@ -5,53 +5,60 @@
 #include "error.h"
 #include "ops.h"
 
-static int attention_block(Model *m, int num_tokens, int l) {
+/* From a layer's input up to its choice of experts. */
+static int route(Model *m, int num_tokens, int l) {
     const Ops *ops = m->ops;
     const Layer *layer = &m->weights.layers[l];
+    m->layer = l;
+    if (!NUM_HEADS) return ops->router(m, num_tokens, l, m->state.x);
     TRY(ops->norm(m, num_tokens, m->state.normed, m->state.x, layer->attention_norm));
     TRY(ops->qkv(m, num_tokens, layer));
     TRY(ops->rope(m, num_tokens, l));
     TRY(ops->attention(m, num_tokens, l));
-    return ops->attention_out(m, num_tokens, layer);
+    TRY(ops->attention_out(m, num_tokens, layer));
+    TRY(ops->norm(m, num_tokens, m->state.normed, m->state.x, layer->ffn_norm));
+    return ops->router(m, num_tokens, l, m->state.normed);
 }
 
-static int moe_block(Model *m, int num_tokens, int l, const float *input, int residual) {
+/* The chosen experts, up to the layer's output. */
+static int experts(Model *m, int num_tokens, int l) {
     const Ops *ops = m->ops;
     const Layer *layer = &m->weights.layers[l];
-    TRY(ops->router(m, num_tokens, l, input));
-    TRY(ops->experts_up(m, num_tokens, layer, input));
+    m->layer = l;
+    TRY(ops->experts_up(m, num_tokens, layer, NUM_HEADS ? m->state.normed : m->state.x));
     TRY(ops->experts_down(m, num_tokens, layer));
-    return ops->combine(m, num_tokens, residual);
+    return ops->combine(m, num_tokens, NUM_HEADS > 0);
 }
 
-int colibri_forward(void *model, int num_tokens, int num_logits) {
+int colibri_forward_part(void *model, int num_tokens, int num_logits, int part) {
     Model *m = model;
     const Ops *ops = m->ops;
-    TRY(ops->begin(m, num_tokens));
-    TRY(ops->embed(m, num_tokens));
-    for (int l = 0; l < (int)m->header.num_layers; l++) {
-        TRY(attention_block(m, num_tokens, l));
-        TRY(ops->norm(m, num_tokens, m->state.normed, m->state.x, m->weights.layers[l].ffn_norm));
-        TRY(moe_block(m, num_tokens, l, m->state.normed, 1));
-    }
+    m->layer = -1;
+    if (part > 0) TRY(experts(m, num_tokens, part - 1));
+    if (part == 0) TRY(ops->begin(m, num_tokens));
+    if (part == 0 && NUM_HEADS) TRY(ops->embed(m, num_tokens));
+    if (part < (int)m->header.num_layers) return route(m, num_tokens, part);
+    m->layer = -1;
     if (num_logits == 0) return 0;
     TRY(ops->gather_norm(m, num_logits));
     TRY(ops->lm_head(m, num_logits));
     return ops->sample(m, num_logits);
 }
 
-int colibri_forward_stack(void *model, int num_tokens) {
-    Model *m = model;
-    TRY(m->ops->begin(m, num_tokens));
-    for (int l = 0; l < (int)m->header.num_layers; l++) TRY(moe_block(m, num_tokens, l, m->state.x, 0));
+int colibri_forward(void *model, int num_tokens, int num_logits) {
+    for (int part = 0; part <= (int)((Model *)model)->header.num_layers; part++)
+        TRY(colibri_forward_part(model, num_tokens, num_logits, part));
     return 0;
 }
+
+int colibri_forward_stack(void *model, int num_tokens) { return colibri_forward(model, num_tokens, 0); }
 
 int colibri_run_op(void *model, const char *op, int num_rows, int l) {
     Model *m = model;
     const Ops *ops = m->ops;
     const Layer *layer = &m->weights.layers[l];
     const float *input = NUM_HEADS ? m->state.normed : m->state.x;
+    m->layer = l;
 #define OP(name, ...) if (strcmp(op, #name) == 0) return ops->name(m, num_rows, ##__VA_ARGS__);
     OP(begin)
     OP(embed)

@@ -87,6 +87,7 @@ typedef struct Model {
     void *stream;        /* CUDA only: a CUstream */
     int32_t num_slots;   /* KV-cache timelines */
     int32_t num_threads; /* host only */
+    int32_t layer;       /* that is being run or launched; -1 outside of the layers */
 } Model;
 
 #endif

@@ -11,6 +11,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstdio>
+
 #include "../error.h"
 #include "../ops.h"
 
@@ -68,7 +70,9 @@ int launch(const Model *m, const char *name, void (*kernel)(Parameters...), dim3
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
     if (error == cudaSuccess) return 0;
-    return fail("cuda: %s_kernel=%s, expected a launch; see python -m colibri.run --doctor", name,
+    char layer[32] = "cuda";
+    if (m->layer >= 0) snprintf(layer, sizeof layer, "layers.%d", m->layer);
+    return fail("%s: %s_kernel=%s, expected a launch; see python -m colibri.run --doctor", layer, name,
                 cudaGetErrorString(error));
 }
 

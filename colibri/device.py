@@ -1,0 +1,411 @@
+"""The GPU: its context, its memory, and steps as graphs. The only importer of cuda.bindings, when a GPU is wanted.
+
+Uses only what is the same in cuda-python 12 and 13. Everything runs in the primary context, which the library's own
+CUDA runtime shares, on one stream that does not wait for the legacy one.
+"""
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import math
+import os
+import re
+import sys
+import threading
+import time
+from collections import namedtuple
+
+import numpy as np
+
+from colibri.errors import ColibriError
+from colibri.graphs import GraphCache
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
+PIECE_BYTES = 256 << 20                      # of the model's file that is registered at a time
+CHUNK_BYTES = 32 << 20                       # of the two page-locked buffers, where a file cannot be registered
+GRAPH_BYTES = 64 << 20                       # what graphs may take of the device's memory, an estimate
+PROBE_BYTES = 256 << 20                      # more than the caches hold
+
+Gpu = namedtuple("Gpu", "handle name capability driver_version num_bytes seconds")
+
+
+@functools.cache
+def driver():
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ColibriError(f"cuda-python: {error}, expected cuda.bindings; run pip install cuda-python") from None
+    return driver
+
+
+def call(name, *arguments):
+    """One driver call: what it returns beside the status, alone or as a tuple."""
+    status, *values = getattr(driver(), name)(*arguments)
+    if status != driver().CUresult.CUDA_SUCCESS:
+        raise ColibriError(f"GPU: {name}={status.name}, expected CUDA_SUCCESS; see python -m colibri.run --doctor")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def attribute(handle, name):
+    return call("cuDeviceGetAttribute", getattr(driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle)
+
+
+@functools.cache
+def gpu():
+    """The first GPU, ready to be used. seconds: what getting there took, {"cuda import": ..., "cuInit": ...}."""
+    start = time.perf_counter()
+    result = driver().CUresult
+    imported = time.perf_counter()
+    # Kernels are loaded with the library, not at their first launch: that would be a pause in the middle of a run.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    try:
+        status, = driver().cuInit(0)
+    except RuntimeError:
+        raise ColibriError("NVIDIA driver: libcuda.so not found, expected a driver; install NVIDIA's, or run with "
+                           "--backend host") from None
+    if status == result.CUDA_ERROR_NO_DEVICE:
+        raise ColibriError("GPU: none, expected one that the driver shows; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+    if status != result.CUDA_SUCCESS:
+        raise ColibriError(f"NVIDIA driver: cuInit={status.name}, expected CUDA_SUCCESS; look at nvidia-smi and dmesg, "
+                           "and restart after a driver's update")
+    handle = call("cuDeviceGet", 0)
+    seconds = {"cuda import": imported - start, "cuInit": time.perf_counter() - imported}
+    name = call("cuDeviceGetName", 100, handle).split(b"\0")[0].decode()
+    capability = tuple(attribute(handle, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+    return Gpu(handle, name, capability, call("cuDriverGetVersion"), call("cuDeviceTotalMem", handle), seconds)
+
+
+def arch():
+    """What the Makefile's ARCH must be for this GPU: "sm_90"."""
+    major, minor = gpu().capability
+    fitting = [arch for arch in ARCHITECTURES if arch // 10 == major and arch % 10 <= minor]
+    if not fitting:
+        raise ColibriError(f"GPU: {gpu().name} of compute capability {major}.{minor}, expected one of "
+                           f"{', '.join(f'{arch / 10:.1f}' for arch in ARCHITECTURES)}; run with --backend host")
+    return f"sm_{max(fitting)}"
+
+
+def check_library(library):
+    """That this GPU and its driver can run the library's kernels."""
+    path = library.path(library.headers.constants["COLIBRI_CUDA"]).decode()  # fails in a host library, with the reason
+    built, (major, minor) = library.baked["cuda_arch"], gpu().capability
+    if built // 10 != major or built % 10 > minor:
+        raise ColibriError(f"{library.file}: sm_{built}, expected kernels for {gpu().name}, which is {arch()}; build with "
+                           f"make ARCH={arch()}")
+    needed, version = int(re.search(r"CUDA (\d+)", path)[1]), gpu().driver_version
+    if version // 1000 < needed:
+        raise ColibriError(f"NVIDIA driver: CUDA {version // 1000}.{version // 10 % 100}, expected {needed}.0 or newer for "
+                           f"{library.file}; update the driver, or build with an older nvcc")
+
+
+class Graph:
+    """An executable graph on a stream."""
+
+    def __init__(self, graph, stream):
+        self.num_nodes = call("cuGraphGetNodes", graph)[1]
+        self._executable = call("cuGraphInstantiate", graph, 0)
+        call("cuGraphDestroy", graph)
+        self._start, self._stream, self._success = driver().cuGraphLaunch, stream, driver().CUresult.CUDA_SUCCESS
+
+    def launch(self):
+        status = self._start(self._executable, self._stream)[0]
+        if status is not self._success:
+            raise ColibriError(f"GPU: cuGraphLaunch={status.name}, expected CUDA_SUCCESS; "
+                               "see python -m colibri.run --doctor")
+
+    def destroy(self):
+        call("cuStreamSynchronize", self._stream)  # it may still be running
+        call("cuGraphExecDestroy", self._executable)
+
+
+class DeviceMemory:
+    """Where a model lives and how its steps run, on a GPU. The members are described in colibri.weights.HostMemory.
+
+    dispatch: "device": one graph a size, whose kernels read the routing where they are
+              "combo": for a single token, one graph a layer and combination of experts, chosen on the host
+              "dynamic": no graphs, every kernel launched by itself
+    """
+
+    def __init__(self, library, dispatch=None):
+        self.dispatch = dispatch or "device"
+        self.code = library.headers.constants["COLIBRI_CUDA"]
+        self.seconds = dict(gpu().seconds)
+        self._library, self._device_blocks, self._pinned, self._registered = library, [], [], []
+        self._graphed = {library.forward, library.forward_stack}
+        self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
+        self._steps, self._bytes, self._routing = 0, {}, {}
+        with self._timed("context"):
+            self._open()
+        self.graphs = GraphCache(self._capture)
+
+    def _open(self):
+        self._context = call("cuDevicePrimaryCtxRetain", gpu().handle)
+        call("cuCtxSetCurrent", self._context)
+        self._thread = threading.get_ident()
+        self._stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.stream = int(self._stream)
+        self._capture_mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+    @contextlib.contextmanager
+    def _timed(self, name):
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0) + time.perf_counter() - start
+
+    def reserve(self, parts):
+        """Checks that what will be allocated fits. parts: {"weights": bytes, ...}; graphs come on top."""
+        free, _ = call("cuMemGetInfo")
+        self._bytes = {**parts, "graphs": GRAPH_BYTES}
+        needed = sum(self._bytes.values())
+        if needed > free:
+            listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in self._bytes.items())
+            raise ColibriError(f"GPU memory: {needed / 2**30:.2f} GiB needed ({listed}), {free / 2**30:.2f} GiB free; lower "
+                               "--batch-size or MAX_SEQ_LEN, end other processes on the GPU, or run with --backend host")
+
+    def weights(self, checkpoint):
+        """All tensors in one block, laid out as in the file."""
+        addresses = {name: view.ctypes.data for name, view in checkpoint.tensors.items()}
+        first = min(addresses.values())
+        size = max(view.ctypes.data + view.nbytes for view in checkpoint.tensors.values()) - first
+        block = self._allocate(size)
+        with self._timed("weights"):
+            copy_file(block, first, size, self._stream)
+        self._copied = size
+        return {name: block + address - first for name, address in addresses.items()}
+
+    def state(self, num_bytes):
+        block = self._allocate(num_bytes)
+        call("cuMemsetD8Async", block, 0, num_bytes, self._stream)
+        call("cuStreamSynchronize", self._stream)
+        return block
+
+    def batch(self, num_bytes):
+        """Page-locked and mapped, so that kernels read it where the host writes it."""
+        array = self._allocate_pinned(num_bytes)
+        array[:] = 0
+        return array
+
+    def pin(self, array):
+        """Page-locks a C-contiguous array that its owner keeps until close(), so that copies need no staging."""
+        flags = 0 if array.flags.writeable else driver().CU_MEMHOSTREGISTER_READ_ONLY
+        call("cuMemHostRegister", array.ctypes.data, array.nbytes, flags)
+        self._registered.append(array)
+        return array
+
+    def launch(self, function, model, *sizes):
+        if threading.get_ident() != self._thread:
+            self._thread = threading.get_ident()
+            call("cuCtxSetCurrent", self._context)
+        self._steps += 1
+        if function not in self._graphed:
+            function(model, *sizes)
+            return
+        sizes = [self._buckets[size] for size in sizes]
+        if self.dispatch == "dynamic":
+            function(model, *sizes)
+        elif self.dispatch == "combo" and sizes[0] == 1:
+            self._launch_combinations(model, *sizes)
+        else:
+            self.graphs.get_or_create((function, model, *sizes), functools.partial(function, model, *sizes))
+
+    def _launch_combinations(self, model, num_tokens, num_logits=0):
+        """A step in parts, cut after each router: the experts that it chose name the graph of the next part."""
+        if model not in self._routing:
+            self._routing[model] = self._find_routing(model)
+        ids, address, num_layers = self._routing[model]
+        chosen = ()
+        for part in range(num_layers + 1):
+            enqueue = functools.partial(self._library.forward_part, model, num_tokens, num_logits, part)
+            self.graphs.get_or_create((model, num_logits, part, chosen), enqueue)
+            if part < num_layers:
+                call("cuMemcpyDtoHAsync", ids.ctypes.data, address, ids.nbytes, self._stream)
+                self.sync()
+                chosen = tuple(sorted(ids.tolist()))
+
+    def _find_routing(self, model):
+        """A page-locked copy of expert_ids' first row, its address on the device, and the number of layers."""
+        struct = self._library.headers.structs["Model"]
+        fields = np.frombuffer((ctypes.c_char * struct.itemsize).from_address(model), struct)[0]
+        ids = self._allocate_pinned(4 * self._library.baked["k"]).view(np.int32)
+        return ids, int(fields["state"]["expert_ids"]), int(fields["header"]["num_layers"])
+
+    def precapture(self, model, num_layers):
+        """Makes every graph of decoding ahead: of each batch size, or of each layer and combination of experts."""
+        forward, baked = self._library.forward, self._library.baked
+        if baked["vocab_size"] == 0 or self.dispatch == "dynamic":
+            return
+        if self.dispatch == "device":
+            for size in sorted({self._buckets[size] for size in range(1, baked["max_batch"] + 1)}):
+                self.graphs.create((forward, model, size, size), functools.partial(forward, model, size, size))
+            return
+        combinations = list(itertools.combinations(range(baked["num_experts"]), baked["k"]))
+        for part in range(num_layers + 1):
+            enqueue = functools.partial(self._library.forward_part, model, 1, 1, part)
+            for chosen in combinations if part else [()]:
+                self.graphs.create((model, 1, part, chosen), enqueue)
+
+    def _capture(self, enqueue):
+        call("cuStreamBeginCapture", self._stream, self._capture_mode)
+        try:
+            enqueue()
+        finally:
+            status, graph = driver().cuStreamEndCapture(self._stream)  # also after an error, which then goes on
+        if status != driver().CUresult.CUDA_SUCCESS:
+            raise ColibriError(f"GPU: cuStreamEndCapture={status.name}, expected CUDA_SUCCESS; "
+                               "run with --dispatch dynamic")
+        return Graph(graph, self._stream)
+
+    def sync(self):
+        status = driver().cuStreamSynchronize(self._stream)[0]
+        if status is not driver().CUresult.CUDA_SUCCESS:
+            raise ColibriError(f"GPU: step {self._steps}: {status.name}, expected CUDA_SUCCESS; run again with --dispatch "
+                               "dynamic and CUDA_LAUNCH_BLOCKING=1 in the environment to see its layer and op")
+
+    def read(self, address, shape, dtype):
+        array = np.empty(shape, dtype)
+        if array.nbytes:
+            call("cuMemcpyDtoH", array.ctypes.data, address, array.nbytes)
+        return array
+
+    def write(self, address, array):
+        call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, self._stream)
+
+    def close(self):
+        """Frees everything; after a device error the context is lost, and its memory with it."""
+        with contextlib.suppress(ColibriError):
+            call("cuCtxSetCurrent", self._context)
+            self.graphs.close()
+            for array in self._registered:
+                call("cuMemHostUnregister", array.ctypes.data)
+            for block in self._device_blocks:
+                call("cuMemFree", block)
+            for address in self._pinned:
+                call("cuMemFreeHost", address)
+            call("cuStreamDestroy", self._stream)
+        with contextlib.suppress(ColibriError):
+            call("cuDevicePrimaryCtxRelease", gpu().handle)
+
+    def read_bandwidth(self, checkpoint, threads):
+        """Of a copy within the device's memory, bytes read and bytes written counted alike."""
+        with temporary(PROBE_BYTES) as source, temporary(PROBE_BYTES) as target:
+            copy = functools.partial(call, "cuMemcpyDtoDAsync", target, source, PROBE_BYTES, self._stream)
+            return 2 * PROBE_BYTES / elapsed(copy, self._stream)
+
+    def pinned_rate(self):
+        """Bytes a second from page-locked host memory to the device, measured now."""
+        size = CHUNK_BYTES
+        source = call("cuMemHostAlloc", size, 0)
+        try:
+            with temporary(size) as target:
+                return size / elapsed(functools.partial(call, "cuMemcpyHtoDAsync", target, source, size, self._stream),
+                                      self._stream)
+        finally:
+            call("cuMemFreeHost", source)
+
+    def figures(self):
+        free, total = call("cuMemGetInfo")
+        rate, ceiling = self._copied / self.seconds["weights"], self.pinned_rate()
+        return {"device": {
+            "name": gpu().name, "dispatch": self.dispatch, "graphs": self.graphs.statistics(),
+            "memory_mib": {name: size / 2**20 for name, size in self._bytes.items()},
+            "used_mib": (total - free) / 2**20, "total_mib": total / 2**20,
+            "weights_gb_per_s": rate / 1e9, "pinned_gb_per_s": ceiling / 1e9}}
+
+    def _allocate(self, num_bytes):
+        self._device_blocks.append(int(call("cuMemAlloc", num_bytes)))
+        return self._device_blocks[-1]
+
+    def _allocate_pinned(self, num_bytes):
+        self._pinned.append(int(call("cuMemHostAlloc", num_bytes, driver().CU_MEMHOSTALLOC_DEVICEMAP)))
+        return host_array(self._pinned[-1], num_bytes)
+
+
+def buckets(max_tokens):
+    """What a step of n tokens is launched for, as a list by n: the next power of two, at most max_tokens."""
+    return [0] + [min(1 << math.ceil(math.log2(size)), max_tokens) for size in range(1, max_tokens + 1)]
+
+
+def host_array(address, num_bytes):
+    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
+
+
+@contextlib.contextmanager
+def temporary(num_bytes):
+    block = call("cuMemAlloc", num_bytes)
+    try:
+        yield int(block)
+    finally:
+        call("cuMemFree", block)
+
+
+def elapsed(enqueue, stream, repeat=3):
+    """The best of some runs of enqueue(), in seconds on the device."""
+    start, end = call("cuEventCreate", 0), call("cuEventCreate", 0)
+    seconds = []
+    for _ in range(repeat + 1):
+        call("cuEventRecord", start, stream)
+        enqueue()
+        call("cuEventRecord", end, stream)
+        call("cuEventSynchronize", end)
+        seconds.append(call("cuEventElapsedTime", start, end) / 1e3)
+    for event in (start, end):
+        call("cuEventDestroy", event)
+    return min(seconds[1:])
+
+
+def copy_file(target, source, num_bytes, stream):
+    """Copies a mapped file's bytes to the device at the bus's speed, without a second copy of them on the host."""
+    try:
+        copy_registered(target, source, num_bytes, stream)
+    except ColibriError:  # registering a file's mapping is refused by some drivers and file systems
+        copy_through_chunks(target, source, num_bytes, stream)
+
+
+def pieces(num_bytes, size):
+    """(offset, bytes) of each piece, with a progress bar on a terminal when it takes longer than a second."""
+    offsets = range(0, num_bytes, size)
+    if sys.stderr.isatty() and len(offsets) > 4:
+        from tqdm import tqdm
+        offsets = tqdm(offsets, delay=1, leave=False, desc="weights", unit="piece")
+    return ((offset, min(size, num_bytes - offset)) for offset in offsets)
+
+
+def copy_registered(target, source, num_bytes, stream):
+    """Page-locks the mapping piece by piece, a piece while the one before it is being copied."""
+    flags = driver().CU_MEMHOSTREGISTER_READ_ONLY
+    copied = [call("cuEventCreate", 0) for _ in range(2)]  # of registered[0], registered[1]
+    registered = []
+    try:
+        for offset, size in pieces(num_bytes, PIECE_BYTES):
+            call("cuMemHostRegister", source + offset, size, flags)
+            registered.append(source + offset)
+            call("cuMemcpyHtoDAsync", target + offset, source + offset, size, stream)
+            call("cuEventRecord", copied[len(registered) - 1], stream)
+            if len(registered) == 2:
+                call("cuEventSynchronize", copied[0])
+                call("cuMemHostUnregister", registered.pop(0))
+                copied.reverse()
+    finally:
+        call("cuStreamSynchronize", stream)
+        for address in registered:
+            call("cuMemHostUnregister", address)
+        for event in copied:
+            call("cuEventDestroy", event)
+
+
+def copy_through_chunks(target, source, num_bytes, stream):
+    """Two page-locked buffers in turn: one is filled while the other is being copied."""
+    buffers = [int(call("cuMemHostAlloc", CHUNK_BYTES, 0)) for _ in range(2)]
+    copied = [call("cuEventCreate", 0) for _ in range(2)]
+    try:
+        for index, (offset, size) in enumerate(pieces(num_bytes, CHUNK_BYTES)):
+            call("cuEventSynchronize", copied[index % 2])
+            ctypes.memmove(buffers[index % 2], source + offset, size)
+            call("cuMemcpyHtoDAsync", target + offset, buffers[index % 2], size, stream)
+            call("cuEventRecord", copied[index % 2], stream)
+    finally:
+        call("cuStreamSynchronize", stream)
+        for buffer, event in zip(buffers, copied):
+            call("cuMemFreeHost", buffer)
+            call("cuEventDestroy", event)
