@@ -86,6 +86,16 @@ def arch():
     return f"sm_{max(fitting)}"
 
 
+def memory_info():
+    """(free, total) bytes of the GPU's memory."""
+    context = call("cuDevicePrimaryCtxRetain", gpu().handle)
+    try:
+        call("cuCtxSetCurrent", context)
+        return call("cuMemGetInfo")
+    finally:
+        call("cuDevicePrimaryCtxRelease", gpu().handle)
+
+
 def check_library(library):
     """That this GPU and its driver can run the library's kernels."""
     path = library.path(library.headers.constants["COLIBRI_CUDA"]).decode()  # fails in a host library, with the reason

@@ -40,11 +40,21 @@ class Parser(argparse.ArgumentParser):
         raise ColibriError(message.replace("argument ", "", 1) + "; see python -m colibri.run --help")
 
 
+class Doctor(argparse.Action):
+    """Like --help: needs no other option, and ends the program."""
+
+    def __call__(self, parser, *_):
+        from colibri import doctor
+        print(doctor.report())
+        parser.exit()
+
+
 def parse(arguments):
     parser = Parser(prog="python -m colibri.run", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", metavar="FILE", required=True, help="the .bin that python -m converter wrote")
+    add("--doctor", action=Doctor, nargs=0, help="what this machine has and lacks, then exit")
     add("--backend", type=_choice("--backend", BACKENDS), default="auto", metavar="|".join(BACKENDS),
         help="auto takes a GPU where there is one, and says why not otherwise")
     add("--dispatch", type=_choice("--dispatch", DISPATCH), metavar="|".join(DISPATCH),

@@ -120,7 +120,7 @@ prompt for a stack: --model stack.bin --prompt hello
 unknown backend: --model moe.bin --backend tpu
     --backend: tpu, expected one of auto, host, cuda
 unknown option: --model moe.bin --bach-size 3
-    --bach-size: unknown option, expected one of -h --help --model --backend --threads --num-experts --k --no-build
+    --bach-size: unknown option, expected one of -h --help --model --doctor --backend --dispatch --precapture --threads --num-experts --k --no-build
     --json --seed --max-new-tokens --prompt --temperature --top-k --top-p --batch-size --seq-len --warmup --repeat
     --input --output
 not a number: --model moe.bin --threads two

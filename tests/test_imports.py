@@ -13,7 +13,9 @@ MAY_IMPORT = {
     "weights": ("headers", "checkpoint", "errors"), "graphs": ("errors",),
     "device": ("headers", "checkpoint", "weights", "graphs", "errors"),
     "engine": ("headers", "checkpoint", "build", "native", "weights", "device", "graphs", "errors"),
-    "report": ("errors",), "run": ("headers", "checkpoint", "build", "engine", "report", "errors"),
+    "report": ("errors",),
+    "doctor": ("build", "checkpoint", "device", "engine", "errors", "native"),
+    "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "errors"),
 }
 
 
