@@ -119,10 +119,6 @@ prompt for a stack: --model stack.bin --prompt hello
     stack.bin: vocab_size=0, expected 256 for --prompt, where a token is a byte; use --input, or a latency run
 unknown backend: --model moe.bin --backend tpu
     --backend: tpu, expected one of auto, host, cuda
-unknown option: --model moe.bin --bach-size 3
-    --bach-size: unknown option, expected one of -h --help --model --doctor --backend --dispatch --precapture --threads --num-experts --k --no-build
-    --json --seed --max-new-tokens --prompt --temperature --top-k --top-p --batch-size --seq-len --warmup --repeat
-    --input --output
 not a number: --model moe.bin --threads two
     --threads: two, expected an integer, 1 to 256
 no thread: --model moe.bin --threads 0
@@ -180,6 +176,12 @@ def line_of(result):
 def test_catalogue(place, options, line):
     assert line_of(program("colibri.run", *options, cwd=place)) == line
     assert not [name for name in os.listdir() if name.startswith("y.npy")]
+
+
+def test_unknown_option(place):
+    line = line_of(program("colibri.run", "--model", "moe.bin", "--bach-size", 3, cwd=place))
+    assert line.startswith("--bach-size: unknown option, expected one of -h --help --model --backend ")
+    assert " --batch-size --seq-len " in line
 
 
 def test_flipped_byte(place):
