@@ -1,0 +1,216 @@
+"""What the GPU's side says and does on machines that lack something, with a driver that is made up; no GPU is needed."""
+
+import enum
+import os
+import shutil
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+from conftest import DATA, ROOT, program
+
+from colibri import device, engine
+from colibri.errors import ColibriError
+
+
+class Status(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803
+
+
+class Driver(types.SimpleNamespace):
+    """A driver whose calls succeed with the given values; `capability` and `version` describe its GPU."""
+
+    def __init__(self, capability=(9, 0), version=13000, **calls):
+        attributes = types.SimpleNamespace(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0,
+                                           CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1)
+        ok = Status.CUDA_SUCCESS
+        super().__init__(**{
+            "CUresult": Status, "CUdevice_attribute": attributes,
+            "cuInit": lambda _: (ok,), "cuDeviceGet": lambda _: (ok, 0), "cuDeviceTotalMem": lambda _: (ok, 8 << 30),
+            "cuDeviceGetName": lambda *_: (ok, b"Made-up GPU\0"), "cuDriverGetVersion": lambda: (ok, version),
+            "cuDeviceGetAttribute": lambda which, _: (ok, capability[which]), **calls})
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """A function that puts a driver in place; what was found out about the last one is forgotten."""
+    def put(driver):
+        device.gpu.cache_clear()
+        monkeypatch.setattr(device, "driver", lambda: driver)
+    yield put
+    device.gpu.cache_clear()
+
+
+def library(cuda_arch, path=b"cuda sm_90, CUDA 13.0"):
+    return types.SimpleNamespace(file="lib.so", baked={"cuda_arch": cuda_arch}, path=lambda _: path,
+                                 headers=types.SimpleNamespace(constants={"COLIBRI_CUDA": 1}))
+
+
+@pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"), ((8, 9), "sm_89"),
+                                              ((9, 0), "sm_90"), ((10, 3), "sm_100"), ((12, 1), "sm_120")])
+def test_arch(use, capability, arch):
+    use(Driver(capability))
+    assert device.arch() == arch
+
+
+def no_library(_):
+    raise RuntimeError("libcuda.so.1 not found")
+
+
+@pytest.mark.parametrize("driver, line", [
+    (Driver(cuInit=no_library), ("NVIDIA driver: libcuda.so not found, expected a driver; install NVIDIA's, or run with "
+                                "--backend host")),
+    (Driver(cuInit=lambda _: (Status.CUDA_ERROR_NO_DEVICE,)),
+     "GPU: none, expected one that the driver shows; look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
+    (Driver(cuInit=lambda _: (Status.CUDA_ERROR_SYSTEM_DRIVER_MISMATCH,)),
+     ("NVIDIA driver: cuInit=CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, expected CUDA_SUCCESS; look at nvidia-smi and dmesg, and "
+     "restart after a driver's update")),
+    (Driver((7, 5)), ("GPU: Made-up GPU of compute capability 7.5, expected one of 8.0, 8.6, 8.9, 9.0, 10.0, 12.0; run with "
+                     "--backend host")),
+], ids=["no driver", "no GPU", "broken driver", "old GPU"])
+def test_each_lack_has_its_line(use, driver, line):
+    use(driver)
+    with pytest.raises(ColibriError) as error:
+        device.arch()
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize("driver, built, line", [
+    (Driver((8, 6)), 90, "lib.so: sm_90, expected kernels for Made-up GPU, which is sm_86; build with make ARCH=sm_86"),
+    (Driver((8, 0)), 86, "lib.so: sm_86, expected kernels for Made-up GPU, which is sm_80; build with make ARCH=sm_80"),
+    (Driver(version=12080), 90, ("NVIDIA driver: CUDA 12.8, expected 13.0 or newer for lib.so; update the driver, or build "
+                                "with an older nvcc")),
+], ids=["other generation", "newer minor", "old driver"])
+def test_library_that_cannot_run(use, driver, built, line):
+    use(driver)
+    with pytest.raises(ColibriError) as error:
+        device.check_library(library(built))
+    assert str(error.value) == line
+
+
+def test_library_that_can_run(use):
+    use(Driver((8, 9)))
+    device.check_library(library(86))
+
+
+def memory_of(driver, use):
+    """A DeviceMemory without its context."""
+    use(driver)
+    memory = object.__new__(device.DeviceMemory)
+    memory._stream, memory._steps = None, 12
+    return memory
+
+
+def test_too_little_memory_is_one_line_before_anything_is_allocated(use):
+    memory = memory_of(Driver(cuMemGetInfo=lambda: (Status.CUDA_SUCCESS, 3 << 30, 8 << 30)), use)
+    memory.reserve({"weights": 1 << 30, "KV cache": 1 << 30})
+    with pytest.raises(ColibriError) as error:
+        memory.reserve({"weights": 2 << 30, "KV cache": 1 << 30, "workspaces": 1 << 29})
+    assert str(error.value) == (
+        "GPU memory: 3.56 GiB needed (weights 2.00, KV cache 1.00, workspaces 0.50, graphs 0.06), 3.00 GiB free; lower "
+        "--batch-size or MAX_SEQ_LEN, end other processes on the GPU, or run with --backend host")
+
+
+def test_error_on_the_device_names_the_step(use):
+    memory = memory_of(Driver(cuStreamSynchronize=lambda _: (Status.CUDA_ERROR_ILLEGAL_ADDRESS,)), use)
+    with pytest.raises(ColibriError, match="GPU: step 12: CUDA_ERROR_ILLEGAL_ADDRESS, expected CUDA_SUCCESS; run again"):
+        memory.sync()
+
+
+def test_capture_ends_also_after_an_error(use):
+    ended = []
+    memory = memory_of(Driver(cuStreamBeginCapture=lambda *_: (Status.CUDA_SUCCESS,),
+                              cuStreamEndCapture=lambda _: (ended.append(1) or Status.CUDA_SUCCESS, None)), use)
+    memory._capture_mode = None
+
+    def broken():
+        raise ColibriError("launch")
+    with pytest.raises(ColibriError, match="launch"):
+        memory._capture(broken)
+    assert ended == [1]
+
+
+def test_buckets():
+    sizes = device.buckets(100)
+    assert sizes[:10] == [0, 1, 2, 4, 4, 8, 8, 8, 8, 16] and sizes[64:67] == [64, 100, 100] and len(sizes) == 101
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["registered", "through chunks"])
+def test_file_is_copied_whole(use, monkeypatch, refused):
+    """Pieces smaller than the file, its last one odd; every registration is undone."""
+    source = np.random.default_rng().integers(0, 256, 100_001).astype(np.uint8)
+    target, registered, pinned = np.zeros_like(source), set(), {}
+    ok = Status.CUDA_SUCCESS
+
+    def register(address, size, _):
+        if refused:
+            return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
+        registered.add(address)
+        return (ok,)
+
+    def allocate(size, _):
+        block = np.zeros(size, np.uint8)
+        pinned[block.ctypes.data] = block
+        return ok, block.ctypes.data
+
+    def copy(to, start, size, _):
+        assert start in registered or start in pinned
+        device.ctypes.memmove(to, start, size)
+        return (ok,)
+    use(Driver(CU_MEMHOSTREGISTER_READ_ONLY=8, cuMemHostRegister=register, cuMemcpyHtoDAsync=copy, cuMemHostAlloc=allocate,
+               cuMemHostUnregister=lambda address: (registered.remove(address) or ok,), cuEventCreate=lambda _: (ok, 1),
+               cuEventSynchronize=lambda _: (ok,), cuEventRecord=lambda *_: (ok,), cuEventDestroy=lambda _: (ok,),
+               cuStreamSynchronize=lambda _: (ok,), cuMemFreeHost=lambda address: (pinned.pop(address) is None or ok,)))
+    monkeypatch.setattr(device, "PIECE_BYTES", 4096 * 3)
+    monkeypatch.setattr(device, "CHUNK_BYTES", 4096 * 3)
+    device.copy_file(target.ctypes.data, source.ctypes.data, source.nbytes, None)
+    np.testing.assert_array_equal(target, source)
+    assert not registered and not pinned
+
+
+def test_auto_runs_on_the_host_and_says_why(use, monkeypatch, moe_32):
+    use(Driver(cuInit=no_library))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    with engine.Engine(moe_32) as opened:
+        assert opened.path.startswith("host") and opened.why_host.startswith("NVIDIA driver: libcuda.so not found")
+
+
+def test_dispatch_is_for_a_gpu(moe_32):
+    with pytest.raises(ColibriError, match="dispatch: combo, expected only with a GPU"):
+        engine.Engine(moe_32, backend="host", dispatch="combo")
+    with pytest.raises(ColibriError, match="dispatch: combos, expected one of device, combo, dynamic"):
+        engine.Engine(moe_32, backend="host", dispatch="combos")
+
+
+def test_doctor_needs_nothing(tmp_path):
+    run = program("colibri.run", "--doctor", cwd=tmp_path)
+    lines = dict(line.split("  ", 1) for line in run.stdout.decode().splitlines())
+    assert run.returncode == 0 and run.stderr == b""
+    assert {"host", "host memory", "gcc and make", "GPU driver", "GPU", "GPU memory", "nvcc", "to build"} <= lines.keys()
+    assert all(text.strip() for text in lines.values())
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+def test_cuda_library_runs_the_host_without_a_driver(moe_32):
+    """The library loads where libcuda.so is missing, and its host backend gives the golden logits."""
+    made = subprocess.run(["make", "-s", "-j2", "ARCH=sm_90", "CONFIG="], cwd=ROOT, check=False, capture_output=True,
+                          text=True)
+    assert made.returncode == 0, made.stderr
+    built = ROOT / "build" / "sm_90-e3b0c44298fc" / "libcolibri.so"
+    needed = subprocess.run(["ldd", built], check=True, capture_output=True, text=True).stdout
+    assert "libcuda" not in needed and "not found" not in needed
+    script = ("import sys, numpy as np\nfrom colibri.engine import Engine\ngolden = np.load(sys.argv[2])\n"
+              "with Engine(sys.argv[1], backend='host') as e, e.session() as s:\n"
+              "    assert e.library.baked['cuda_arch'] == 90\n"
+              "    out, ref = e.step([(s, golden['p0_bytes'])], every=True), golden['p0_logits']\n"
+              "    assert np.linalg.norm(out - ref) < 1e-4 * np.linalg.norm(ref)\n")
+    run = subprocess.run([sys.executable, "-c", script, str(moe_32),
+                          str(DATA / "golden.npz")], cwd=ROOT, check=False, capture_output=True, text=True,
+                         env={**os.environ, "COLIBRI_LIBRARY": str(built)})
+    assert run.returncode == 0, run.stderr
