@@ -249,13 +249,13 @@ static uint32_t read_sum(const uint32_t *data, int64_t words) {
 
 static int64_t fma_loop(int64_t iterations) {
     enum { CHAINS = 12 };
-    vec sum[CHAINS] = {0}, a = splat(0.5f), b = splat(1.0f);
-    for (int64_t i = 0; i < iterations; i++) {
-        __asm__ volatile("" : "+x"(a)); /* so that the loop is not folded */
+    volatile float unknown = 0.5f; /* so that the compiler neither folds the loop nor joins equal chains */
+    vec sum[CHAINS], a = splat(unknown), b = splat(unknown);
+    for (int v = 0; v < CHAINS; v++) sum[v] = splat(unknown);
+    for (int64_t i = 0; i < iterations; i++)
         for (int v = 0; v < CHAINS; v++) sum[v] = fma_(sum[v], a, b);
-    }
     for (int v = 1; v < CHAINS; v++) sum[0] += sum[v];
-    __asm__ volatile("" : : "x"(sum[0]));
+    unknown = sum[0][0];
     return iterations * CHAINS * LANES;
 }
 
