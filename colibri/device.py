@@ -142,7 +142,7 @@ class DeviceMemory:
         self.code = library.headers.constants["COLIBRI_CUDA"]
         self.seconds = dict(gpu().seconds)
         self._library, self._device_blocks, self._pinned, self._registered = library, [], [], []
-        self._graphed = {library.forward, library.forward_stack}
+        self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
         self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
         self._steps, self._bytes, self._routing = 0, {}, {}
         with self._timed("context"):
@@ -208,7 +208,7 @@ class DeviceMemory:
             self._thread = threading.get_ident()
             call("cuCtxSetCurrent", self._context)
         self._steps += 1
-        if function not in self._graphed:
+        if id(function) not in self._graphed:
             function(model, *sizes)
             return
         sizes = [self._buckets[size] for size in sizes]
@@ -217,7 +217,7 @@ class DeviceMemory:
         elif self.dispatch == "combo" and sizes[0] == 1:
             self._launch_combinations(model, *sizes)
         else:
-            self.graphs.get_or_create((function, model, *sizes), functools.partial(function, model, *sizes))
+            self.graphs.get_or_create((id(function), model, *sizes), functools.partial(function, model, *sizes))
 
     def _launch_combinations(self, model, num_tokens, num_logits=0):
         """A step in parts, cut after each router: the experts that it chose name the graph of the next part."""
@@ -247,7 +247,7 @@ class DeviceMemory:
             return
         if self.dispatch == "device":
             for size in sorted({self._buckets[size] for size in range(1, baked["max_batch"] + 1)}):
-                self.graphs.create((forward, model, size, size), functools.partial(forward, model, size, size))
+                self.graphs.create((id(forward), model, size, size), functools.partial(forward, model, size, size))
             return
         combinations = list(itertools.combinations(range(baked["num_experts"]), baked["k"]))
         for part in range(num_layers + 1):

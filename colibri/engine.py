@@ -58,9 +58,9 @@ class Engine:
             raise
         self._free_slots = list(range(self.num_slots))[::-1]
         self.path = self.library.path(self.memory.code).decode()
-        rest = {"library": loaded - opened, "map": opened - start + time.perf_counter() - loaded}
-        rest["map"] -= sum(self.memory.seconds.values())
-        self.seconds = {**rest, **self.memory.seconds}
+        whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
+        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit"))
+        self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
 
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""

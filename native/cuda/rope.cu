@@ -39,9 +39,8 @@ __global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch 
         high = high * cosine + x * sine;
     }
     bool value = head >= NUM_HEADS + NUM_KV_HEADS;
-    if (head < NUM_HEADS)
-        row[i] = low, row[i + HALF] = high;
-    else {
+    if (!value) row[i] = low, row[i + HALF] = high;
+    if (head >= NUM_HEADS) {
         int kv_head = head - NUM_HEADS - (value ? NUM_KV_HEADS : 0);
         float *entry = cache_row(value ? values : keys, layer, num_slots, slot, kv_head, position);
         entry[i] = low, entry[i + HALF] = high;
