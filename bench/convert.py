@@ -1,10 +1,12 @@
 """Conversion speed and memory against cp of the same file: python -m bench.convert [--gib 1] [--runs 5]
 
 Generates a GPT-style checkpoint of f16 noise, then alternates cp and the converter, each a process of its own with the
-checkpoint in the page cache. The first number is the median ratio of neighbours, so a busy disk hits both.
+checkpoint in the page cache. The first number is the median ratio of neighbours, so a busy machine hits both. The converter's
+time includes waiting until its output is on the disk, which cp does not do.
 """
 
 import argparse
+import os
 import statistics
 import struct
 import subprocess
@@ -51,6 +53,7 @@ def _int(value):
 
 def measure(command):
     """(seconds, peak anonymous KiB) of a process, sampled every 5 ms."""
+    os.sync()  # or each would pay for what the one before left unwritten
     started, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
