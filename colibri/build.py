@@ -8,6 +8,7 @@ one library. The environment variable DEFINES adds to them, as it does for make:
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def _make(library, command, config):
     if made.returncode or not library.exists():
         log = library.parent / "make.log"
         log.write_text(made.stdout)
-        cause = [line for line in made.stdout.splitlines() if "rror" in line] or [f"status {made.returncode}"]
+        cause = [line for line in made.stdout.splitlines() if re.search(r"error:|Error \d|fatal", line)] or [f"status {made.returncode}"]
         raise ColibriError(f"{' '.join(command)}: {cause[0].strip()}; the whole output is in {_short(log)}")
     os.utime(library)  # newer than every source, also than one that this build does not use
 

@@ -37,7 +37,7 @@ constexpr int PER_LANE = ceil_div(HEAD_DIM, LANES);
 constexpr int PER_THREAD = ceil_div(QUERIES * HEAD_DIM, THREADS); /* outputs that a thread keeps */
 
 struct Shared {
-    float query[QUERIES][HEAD_DIM];
+    alignas(16) float query[QUERIES][HEAD_DIM]; /* read as vectors */
     float score[CHUNK][QUERIES]; /* then exp(score - maximum) */
     float stream[STREAMS][QUERIES * HEAD_DIM];
     float maximum[QUERIES], sum[QUERIES];

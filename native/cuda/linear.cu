@@ -114,7 +114,7 @@ __device__ void sum_range(float (&acc)[TILES][4][4], uint4 (&w)[DEPTH][4], const
 /* total += the block's sum over its warps, in order; thread i keeps outputs i and i + 256 of each tile. */
 template <int TILES>
 __device__ void add_warps(float (&total)[TILES][2], const float (&acc)[TILES][4][4], int num_tokens) {
-    __shared__ float ranges[WARPS][TILE][PANEL_ROWS];
+    __shared__ alignas(16) float ranges[WARPS][TILE][PANEL_ROWS];
     int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4 * 8, token = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
