@@ -1,8 +1,8 @@
 """Conversion speed and memory against cp of the same file: python -m bench.convert [--gib 1] [--runs 5]
 
-Generates a GPT-style checkpoint of f16 noise, then alternates cp and the converter, each a process of its own with the
-checkpoint in the page cache. The first number is the median ratio of neighbours, so a busy machine hits both. The converter's
-time includes waiting until its output is on the disk, which cp does not do.
+Generates a GPT-style checkpoint of f16 noise, then alternates cp, cp followed by sync of the copy, and the converter,
+each a process of its own with the checkpoint in the page cache. Ratios are medians over neighbours, so a busy machine
+hits both. The converter waits until its output is on the disk, as the second does and the first does not.
 """
 
 import argparse
@@ -76,16 +76,18 @@ def main():
         write_checkpoint(checkpoint, max(1, round(options.gib * 2 ** 30 / LAYER_BYTES)))
         convert = [sys.executable, "-m", "converter", checkpoint, output, "--force", "--k", "2", "--activation", "gelu",
                    "--renormalize"]
-        cp, converter, peaks = [], [], []
+        cp, synced, converter, peaks = [], [], [], []
         for _ in range(options.runs):
             cp.append(measure(["cp", checkpoint, copy])[0])
+            synced.append(measure(["sh", "-c", 'cp "$0" "$1" && sync "$1"', checkpoint, copy])[0])
             seconds, peak = measure(convert)
             converter.append(seconds)
             peaks.append(peak)
         megabytes = checkpoint.stat().st_size / 1e6
-        ratio = statistics.median(a / b for a, b in zip(converter, cp))
-        print(f"converter / cp: {ratio:.2f} (median of {options.runs})")
-        for name, seconds in (("cp", cp), ("converter", converter)):
+        for name, other in (("cp", cp), ("cp and sync", synced)):
+            ratio = statistics.median(a / b for a, b in zip(converter, other))
+            print(f"converter / {name}: {ratio:.2f} (median of {options.runs})")
+        for name, seconds in (("cp", cp), ("cp and sync", synced), ("converter", converter)):
             print(f"{name}: {statistics.median(seconds):.2f} s, {megabytes / statistics.median(seconds):.0f} MB/s, "
                   f"{min(seconds):.2f} to {max(seconds):.2f} s")
         print(f"peak RssAnon of the converter: {max(peaks) / 1024:.0f} MiB for {megabytes:.0f} MB")
