@@ -18,6 +18,7 @@ from colibri import headers
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
+DERIVED = ("v_head_dim", "rotary_dim")
 ROOT = headers.NATIVE.parent
 
 
@@ -54,8 +55,10 @@ def library_path(checkpoint, arch="host", build=True):
 def defines(header):
     """["-DHIDDEN=64", ...] for a file header, in config.h's order, leaving out what equals its default."""
     baked = headers.default().structs["Config"].names
-    constants = headers.default().constants
     shape = baked[:baked.index("interleave_rows")]
+    own = {name: header[name] for name in shape if name not in DERIVED}  # whose defaults are other macros
+    constants = {**headers.Headers(own).constants, **{name.upper(): headers.default().constants[name.upper()]
+                                                      for name in own}}
     return [f"-D{name.upper()}={header[name]}" for name in shape if header[name] != constants[name.upper()]]
 
 

@@ -16,6 +16,11 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 
+FLAGS = ("gated", "router_bias", "renormalize", "tied_embeddings", "qkv_bias", "attention_out_bias", "sinks",
+         "norm_bias", "router_logit_bias", "expert_bias", "shared_gate", "ffn_out_bias", "lm_head_bias")
+FLOATS = ("routed_scaling", "norm_eps", "rope_theta", "attention_scale", "clip_qkv", "rope_attention_factor",
+          "renormalize_min", "router_jitter", "swiglu_alpha", "swiglu_limit", "final_norm_eps", "latent_norm_eps",
+          "embedding_multiplier", "residual_multiplier", "logits_multiplier")
 STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # bf16 as its bits
 
 
@@ -24,8 +29,10 @@ class Checkpoint:
 
     path:         the file's name as given
     header:       BinHeader's fields, {"hidden": 128, ...}
-    header_bytes: the 256 bytes of it
+    header_bytes: the 512 bytes of it
     data:         the whole file, uint8 (file_bytes,), read-only
+    eos:          the tokens that end a text, [2, ...]
+    tokenizer:    the tokenizer.json in the file, bytes; None where there is none
     tensors:      {"layers.0.router": flat read-only array of the stored elements, panel padding included, ...}
     Raises ColibriError for whatever is wrong with the file.
     """
@@ -40,6 +47,8 @@ class Checkpoint:
         self._check_values()
         self.tensors = self._read_tensors(directory)
         self._check_layout(directory)
+        self.eos = self.header["eos_ids"][:self.header["num_eos"]]
+        self.tokenizer = self._read_tokenizer()
 
     def fail(self, text):
         raise ColibriError(f"{self.path}: {text}")
@@ -64,7 +73,7 @@ class Checkpoint:
                     "the file is cut off, convert again")
         self.header_bytes = self.data[:struct.itemsize].tobytes()
         record = np.frombuffer(self.header_bytes, struct)[0]
-        header = {name: record[name].item() for name in struct.names if name != "reserved"}
+        header = {name: record[name].tolist() for name in struct.names if name != "reserved"}
         self.expect(not record["reserved"].any(), "reserved", "not zero", 0)
         self.expect(header["header_bytes"] == struct.itemsize, "header_bytes", header["header_bytes"], struct.itemsize)
         self.expect(header["file_bytes"] == size, "size", size, f"{header['file_bytes']} bytes from the header",
@@ -89,20 +98,22 @@ class Checkpoint:
         """The header's values against what a library can be built for (config.h has the same rules as asserts)."""
         header = self.header
         for name, prefix in (("weight_dtype", "DTYPE"), ("activation", "ACTIVATION"), ("router_kind", "ROUTER"),
-                             ("norm_kind", "NORM"), ("rope_kind", "ROPE")):
+                             ("norm_kind", "NORM"), ("rope_kind", "ROPE"), ("attention_kind", "ATTENTION"),
+                             ("qk_norm", "QK_NORM")):
             codes = self._headers.codes(prefix)
             known = ", ".join(f"{code} ({kind})" for kind, code in codes.items())
             self.expect(header[name] in codes.values(), name, header[name], f"one of {known}")
-        for name in ("gated", "router_bias", "renormalize", "tied_embeddings"):
+        for name in FLAGS:
             self.expect(header[name] in (0, 1), name, header[name], "0 or 1")
         for name in ("hidden", "ffn", "num_layers"):
             self.expect(header[name] >= 1, name, header[name], "at least 1")
-        for name in ("routed_scaling", "norm_eps", "rope_theta"):
+        for name in FLOATS:
             self.expect(math.isfinite(header[name]) and header[name] >= 0, name, header[name], "a finite number")
         rows = self._constants["PANEL_ROWS"]
         self.expect(header["interleave_rows"] == rows, "interleave_rows", header["interleave_rows"], rows)
         self._check_routing(header)
         self._check_attention(header)
+        self._check_layers(header)
 
     def _check_routing(self, header):
         experts, k, groups = header["num_experts"], header["k"], header["num_groups"]
@@ -112,6 +123,8 @@ class Checkpoint:
         chosen = header["topk_groups"]
         self.expect(1 <= chosen <= groups, "topk_groups", chosen, f"1 to num_groups={groups}")
         self.expect(chosen * (experts // groups) >= k, "topk_groups", chosen, f"enough groups to hold k={k} experts")
+        sparsemixer = header["router_kind"] == self._constants["ROUTER_SPARSEMIXER"]
+        self.expect(not sparsemixer or k == 2, "k", k, "2 with router_kind=sparsemixer")
 
     def _check_attention(self, header):
         heads, kv_heads, head_dim = header["num_heads"], header["num_kv_heads"], header["head_dim"]
@@ -121,6 +134,30 @@ class Checkpoint:
             self.expect(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads,
                         f"a divisor of num_heads={heads}")
             self.expect(2 <= head_dim <= 512 and head_dim % 2 == 0, "head_dim", head_dim, "an even number, 2 to 512")
+        rotary, v_dim, kind = (header[name] for name in ("rotary_dim", "v_head_dim", "attention_kind"))
+        latent, moa = (kind == self._constants[f"ATTENTION_{name}"] for name in ("LATENT", "MOA"))
+        self.expect(rotary % 2 == 0 and rotary <= head_dim - 2 * latent, "rotary_dim", rotary,
+                    f"an even number up to head_dim={head_dim}" + (" - 2" if latent else ""))
+        self.expect(1 <= v_dim <= 512 if latent else v_dim == head_dim, "v_head_dim", v_dim,
+                    "1 to 512" if latent else f"head_dim={head_dim}")
+        self.expect((header["kv_lora_rank"] > 0) == latent, "kv_lora_rank", header["kv_lora_rank"],
+                    "at least 1 with latent attention, else 0")
+        self.expect(latent or header["q_lora_rank"] == 0, "q_lora_rank", header["q_lora_rank"], "0 without a latent")
+        self.expect(not latent or kv_heads == heads, "num_kv_heads", kv_heads, f"num_heads={heads} with a latent")
+        self.expect(not moa or heads == header["k"] * kv_heads, "num_heads", heads,
+                    f"k * num_kv_heads={header['k'] * kv_heads} with experts of attention")
+
+    def _check_layers(self, header):
+        """The sets of layers, and what those need."""
+        layers = header["num_layers"]
+        for name, needs in (("window_layers", "window"), ("dense_layers", "dense_ffn")):
+            chosen = [layer for layer in range(128) if headers.in_mask(header[name], layer)]
+            self.expect(not chosen or chosen[-1] < layers, name, chosen and chosen[-1], f"below num_layers={layers}")
+            self.expect(not chosen or header[needs], needs, header[needs], f"at least 1, for the layers of {name}")
+        wide = header["dense_ffn"] or header["shared_ffn"]
+        self.expect(not wide or header["gated"], "gated", header["gated"], "1 with dense_ffn or shared_ffn")
+        self.expect(header["num_eos"] <= len(header["eos_ids"]), "num_eos", header["num_eos"],
+                    f"at most {len(header['eos_ids'])}")
 
     def _read_tensors(self, directory):
         """{name: view}, after comparing the directory with the tensors that such a header implies."""
@@ -171,6 +208,12 @@ class Checkpoint:
                    (start, start + count * directory.dtype.itemsize, "the directory")]
         regions += [(entry["offset"].item(), entry["offset"].item() + entry["bytes"].item(),
                      entry["name"].decode("latin-1")) for entry in directory]
+        tokenizer, size = self.header["tokenizer_offset"], self.header["tokenizer_bytes"]
+        if tokenizer or size:
+            self.expect(tokenizer % self._constants["DATA_ALIGNMENT"] == 0 and tokenizer + size <= len(self.data),
+                        "tokenizer_offset", tokenizer, f"a multiple of {self._constants['DATA_ALIGNMENT']}, and "
+                        f"{size} bytes from there within the file's {len(self.data)}")
+            regions.append((tokenizer, tokenizer + size, "the tokenizer"))
         regions = sorted(regions) + [(len(self.data), len(self.data), "the end of the file")]
         for (_, end, name), (start, _, following) in itertools.pairwise(regions):
             if start < end:
@@ -180,15 +223,29 @@ class Checkpoint:
                 self.fail(f"{start - end} bytes between {name} and {following} belong to nothing, expected fewer than "
                           f"{self._constants['DATA_ALIGNMENT']}; the file is damaged, convert again")
 
+    def _read_tokenizer(self):
+        start, size = self.header["tokenizer_offset"], self.header["tokenizer_bytes"]
+        if not size:
+            return None
+        text = self.data[start:start + size].tobytes()
+        self.expect(zlib.crc32(text) == self.header["tokenizer_crc32"], "tokenizer_crc32", f"0x{zlib.crc32(text):08x}",
+                    f"0x{self.header['tokenizer_crc32']:08x}", "the tokenizer is damaged, convert again")
+        return text
+
+
+def is_gated(name, header):
+    """Whether a tensor's gate and up rows alternate."""
+    return bool(header["gated"]) and name.endswith(("experts_up", "mlp_up"))
+
 
 def stored_elements(tensor, header, constants):
     """How many elements a tensor of format.h's tables takes in the file, panel padding included."""
     if len(tensor.shape) == 1:
         return tensor.shape[0]
     experts, (rows, columns) = math.prod(tensor.shape[:-2]), tensor.shape[-2:]
-    if header["gated"] and tensor.name.endswith("experts_up"):
+    if is_gated(tensor.name, header):
         group = constants["GATE_GROUP"]
-        rows = 2 * group * -(-header["ffn"] // group)
+        rows = 2 * group * -(-rows // (2 * group))
     panels = -(-rows // constants["PANEL_ROWS"])
     return experts * panels * constants["PANEL_ROWS"] * columns
 

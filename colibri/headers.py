@@ -61,10 +61,19 @@ class Headers:
         """The tensors of a model, in the file's order, as [Tensor]. header: a mapping with BinHeader's fields."""
         fields = {name: int(header[name]) for name in self.structs["BinHeader"].names
                   if self.structs["BinHeader"][name] == np.dtype("<u4")}
-        model = [(row, "") for row in self.tables["MODEL_TENSORS"]]
-        layers = [(row, f"layers.{layer}.") for layer in range(fields["num_layers"])
-                  for row in self.tables["LAYER_TENSORS"]]
-        return [tensor for row, prefix in model + layers if (tensor := _tensor(row, prefix, fields))]
+        tensors = [_tensor(row, "", fields) for row in self.tables["MODEL_TENSORS"]]
+        kinds = [self.layer_scope(fields, dense) for dense in (0, 1)]
+        for layer in range(fields["num_layers"]):
+            dense = in_mask(header["dense_layers"], layer)
+            tensors += [_tensor(row, f"layers.{layer}.", kinds[dense]) for row in self.tables["LAYER_TENSORS"]]
+        return [tensor for tensor in tensors if tensor]
+
+    def layer_scope(self, fields, dense):
+        """The header's fields with format.h's LAYER_VALUES, for a layer with experts or a dense one."""
+        scope = {**fields, "dense": int(dense)}
+        for name, expression in map(_columns, self.tables["LAYER_VALUES"]):
+            scope[name] = evaluate(expression, scope)
+        return scope
 
     def state_buffers(self, num_layers, num_slots):
         """STATE_BUFFERS as [Buffer(name, numpy dtype, rows, columns)], in the order of the state block."""
@@ -103,6 +112,15 @@ class Headers:
 def default():
     """The headers under config.h's default configuration: enough for everything that is about the file alone."""
     return Headers()
+
+
+def mask(layers):
+    """window_layers or dense_layers of a list of layers."""
+    return [sum(1 << layer % 32 for layer in layers if layer // 32 == word) for word in range(4)]
+
+
+def in_mask(words, layer):
+    return int(layer < 128) and int(words[layer // 32]) >> layer % 32 & 1
 
 
 def evaluate(expression, names):

@@ -3,19 +3,25 @@
 import argparse
 import signal
 import sys
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from colibri import headers
 from colibri.errors import ColibriError
-from converter import bin_writer, config, interleave, names, pt_reader, v1
+from converter import bin_writer, config, inputs, inspection, interleave, sources, v1
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into the .bin that Colibri runs."
 EXAMPLES = """\
 examples:
+  python -m converter Qwen3-30B-A3B/ qwen3.bin
+      a Hugging Face folder: config.json, and safetensors or pytorch_model.bin, in shards or not
   python -m converter mixtral.pt mixtral.bin
       with mixtral.json or config.json beside it
+  python -m converter Qwen3-30B-A3B/ --inspect
+      what it is, how large it would become, whether it fits this machine, and what is missing
   python -m converter moe.pt moe.bin --k 2 --activation gelu --renormalize
       a stack of MoE layers without a config file
   python -m converter moe.pt moe.bin --dry-run
@@ -41,8 +47,9 @@ class Parser(argparse.ArgumentParser):
 def parser():
     p = Parser(prog="python -m converter", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("checkpoint", help="a .pt file of torch.save, or a version 1 .bin")
-    p.add_argument("output", help="the .bin to write")
+    p.add_argument("checkpoint", help="a .pt of torch.save, a .safetensors, a Hugging Face or DeepSpeed-MoE folder, or "
+                   "a version 1 .bin")
+    p.add_argument("output", nargs="?", help="the .bin to write")
     p.add_argument("--config", metavar="FILE",
                    help="config.json of the model (default: NAME.json, then config.json, beside the checkpoint)")
     p.add_argument("--k", type=int, help="experts per token")
@@ -56,44 +63,87 @@ def parser():
     p.add_argument("--layer", type=int, help="the layer that --format v1 writes")
     p.add_argument("--hidden", type=int, help="hidden size of a version 1 input")
     p.add_argument("--ffn", type=int, help="rows of an expert's up matrix in a version 1 input")
+    p.add_argument("--inspect", action="store_true", help="say what the checkpoint is, and write nothing")
+    p.add_argument("--json", action="store_true", help="with --inspect: as JSON")
     p.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
     p.add_argument("--force", action="store_true", help="replace an existing output")
     return p
 
 
+# What a checkpoint is: everything that its conversion depends on.
+Plan = namedtuple("Plan", "input family fields bare where eos tokenizer renamed")
+
+
+def understand(options):
+    """The Plan of a checkpoint, its tensors not yet sorted."""
+    flags = {"k": options.k, "activation": options.activation, "renormalize": options.renormalize}
+    if v1.is_v1(options.checkpoint):
+        tensors, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k)
+        found = inputs.Input(tensors, [], [])
+    else:
+        if options.hidden is not None or options.ffn is not None:
+            raise ColibriError("--hidden, --ffn: only for a version 1 .bin, which has no dimensions; drop them")
+        found = inputs.read(options.checkpoint)
+    tensors = sources.stripped(found.tensors, options.checkpoint)
+    renamed = len(tensors.keys() - found.tensors.keys())
+    settings = config.load(options.config, options.checkpoint)
+    bare = "model_type" not in settings.values
+    if bare:
+        family, sizes = sources.bare_family(tensors, options.checkpoint)
+        fields = config.bare_fields(family, sizes, settings, flags)
+    else:
+        family, fields = sources.header_fields(settings)
+        config.check_flags(fields, settings, flags)
+    config.check_limits(fields, settings.where or options.checkpoint)
+    eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
+    fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))
+    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, eos, tokenizer, renamed)
+
+
 def convert(options):
     """Everything between the options and the file."""
+    _check_options(options)
+    if options.inspect:
+        return print(inspection.inspect(understand(options), options.json))
     output = Path(options.output)
     if not options.dry_run:
         bin_writer.check_output(output, options.force)
     if output.exists() and Path(options.checkpoint).exists() and output.samefile(options.checkpoint):
         raise ColibriError(f"{output}: is the checkpoint itself; choose another output")
-    flags = {"k": options.k, "activation": options.activation, "renormalize": options.renormalize}
-    if v1.is_v1(options.checkpoint):
-        checkpoint, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k)
-    else:
-        if options.hidden is not None or options.ffn is not None:
-            raise ColibriError("--hidden, --ffn: only for a version 1 .bin, which has no dimensions; drop them")
-        checkpoint = pt_reader.read_checkpoint(options.checkpoint)
-    found = names.collect(checkpoint, options.checkpoint)
-    settings = config.load(options.config, options.checkpoint, flags)
-    fields = config.header_fields(found, settings, options.checkpoint)
-    names.settle_ties(found, fields, options.checkpoint)
-    sources = names.sources(found, fields, options.checkpoint)
+    plan = understand(options)
+    fields, family = plan.fields, plan.family
+    bound = sources.sources(family, plan.input.tensors, fields, plan.where, sources.MOE if plan.bare else None)
+    for warning in plan.input.warnings:
+        print(warning, file=sys.stderr)
     if options.format == "v1":
-        return v1.convert(found, fields, sources, options)
+        return v1.convert(family, fields, bound.sources, options)
     if options.layer is not None:
         raise ColibriError(f"--layer: {options.layer}, expected only with --format v1; drop it")
-    dtype = _dtype(options.dtype, sources, options.checkpoint)
-    header, directory = bin_writer.plan(fields, dtype)
+    kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(
+        {**fields, "dense_layers": headers.mask(fields["dense_layers"])})}
+    dtype = _dtype(options.dtype, bound.sources, kinds, options.checkpoint)
+    header, directory = bin_writer.plan(fields, dtype, plan.tokenizer)
     if options.dry_run:
-        return print(_report(found, fields, header, directory, dtype))
+        return print(_report(plan, header, directory, dtype, bound.ignored))
+
+    def contents(name):
+        return _contents(name, bound.sources[name], fields, dtype if kinds[name] == "weight_t" else "f32")
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
-        bin_writer.write(file, header, directory, lambda name: _contents(name, sources, fields, dtype), bar.update)
-    print(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {found.family.name}, "
+        bin_writer.write(file, header, directory, contents, bar.update, plan.tokenizer)
+    left_out = plan.input.left_out + bound.ignored
+    print(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
           f"{fields['num_layers']} layers of {fields['num_experts']} experts, k={fields['k']}, {dtype}"
-          + (f"; left out: {', '.join(found.ignored)}" if found.ignored else ""))
+          + (f"; left out: {', '.join(left_out[:8])}{' ...' if len(left_out) > 8 else ''}" if left_out else ""))
+
+
+def _check_options(options):
+    if options.json and not options.inspect:
+        raise ColibriError("--json: given, expected only with --inspect; drop it")
+    if options.inspect and options.output:
+        raise ColibriError(f"{options.output}: an output with --inspect, which writes nothing; drop one of them")
+    if not options.inspect and not options.output:
+        raise ColibriError("python -m converter: the following arguments are required: output; see --help")
 
 
 def progress_bar(num_bytes, output):
@@ -101,19 +151,17 @@ def progress_bar(num_bytes, output):
     return tqdm(total=num_bytes, desc=str(output), unit="B", unit_scale=True, disable=None)
 
 
-def _contents(name, sources, fields, dtype):
+def _contents(name, experts, fields, dtype):
     """The stored arrays of one tensor."""
-    experts = sources[name]
-    field = name.rsplit(".", 1)[-1]
     if len(experts[0][0].shape) == 1:
-        return [interleave.vector(experts[0][0])]
-    return interleave.panels(experts, "f32" if field == "router" else dtype, fields["gated"] and field == "experts_up")
+        return interleave.vector(experts)
+    return interleave.panels(experts, dtype, bin_writer.is_gated(name, fields))
 
 
-def _dtype(option, sources, path):
+def _dtype(option, sources, kinds, path):
     """The matrices' dtype: as asked, or the one that they share."""
-    matrices = [tensor for name, experts in sources.items() if not name.endswith(".router")
-                for parts in experts for tensor in parts if len(tensor.shape) == 2]
+    matrices = [tensor for name, experts in sources.items() if kinds[name] == "weight_t"
+                for parts in experts for tensor in parts]
     if option != "keep":
         return option
     other = next((tensor for tensor in matrices if tensor.dtype != matrices[0].dtype), None)
@@ -123,16 +171,17 @@ def _dtype(option, sources, path):
     return interleave.KEPT[matrices[0].dtype]
 
 
-def _report(found, fields, header, directory, dtype):
+def _report(plan, header, directory, dtype, ignored):
     """The dry run's text."""
-    prefixes = f" ({found.renamed} names without their prefix)" if found.renamed else ""
-    lines = [f"family: {found.family.name}{prefixes}"]
-    for (template, shape, kind), count in names.census(found).items():
-        lines.append(f"  {count:6} x {template} {list(shape)} {kind}")
-    lines += [f"  left out: {name}" for name in found.ignored]
+    prefixes = f" ({plan.renamed} names without their prefix)" if plan.renamed else ""
+    lines = [f"family: {plan.family.name}{prefixes}"]
+    census = Counter((sources.template(name), tensor.shape, tensor.dtype)
+                     for name, tensor in plan.input.tensors.items())
+    lines += [f"  {count:6} x {name} {list(shape)} {kind}" for (name, shape, kind), count in census.items()]
+    lines += [f"  left out: {name}" for name in plan.input.left_out + ignored]
     widest = max(int(entry["shape"][entry["rank"] - 1]) for entry in directory if entry["rank"] > 1)
-    num_tensors = sum(names.census(found).values())
-    peak = INTERPRETER_BYTES + TENSOR_BYTES * num_tensors + 6 * 8 * interleave.PANEL_ROWS * widest  # blocks of 64 rows
+    peak = (INTERPRETER_BYTES + TENSOR_BYTES * len(plan.input.tensors)
+            + 6 * 8 * interleave.PANEL_ROWS * widest)  # blocks of 64 rows
     lines.append("model: " + ", ".join(f"{name}={np.array(header[name]).item()}" for name in (
         "num_layers", "num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size")))
     lines.append(f"would write: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {dtype}")

@@ -16,16 +16,17 @@ ALIGNMENT = headers.default().constants["DATA_ALIGNMENT"]
 BIN_HEADER, BIN_TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
 
 
-def plan(fields, dtype):
+def plan(fields, dtype, tokenizer=b""):
     """(header, directory) of a version 2 file, complete but for the checksums.
 
-    fields: BinHeader's fields that describe the model. dtype: of its matrices: f32, f16 or bf16.
+    fields: BinHeader's fields that describe the model; sets of layers are lists. dtype: of its matrices: f32, f16 or
+    bf16. tokenizer: a tokenizer.json's bytes.
     """
     codes = headers.default().codes("DTYPE")
     header = np.zeros((), BIN_HEADER)
     for name in BIN_HEADER.names:
-        header[name] = fields[name]
-    tensors = headers.default().tensors(fields)
+        header[name] = headers.mask(fields[name]) if name in ("window_layers", "dense_layers") else fields[name]
+    tensors = headers.default().tensors(header)
     directory = np.zeros(len(tensors), BIN_TENSOR)
     offset = _aligned(BIN_HEADER.itemsize + directory.nbytes)
     for entry, tensor in zip(directory, tensors):
@@ -33,19 +34,28 @@ def plan(fields, dtype):
         rank = len(tensor.shape)
         elements = tensor.shape[0]
         if rank > 1:
-            rows = stored_rows(tensor.shape[-2], fields["gated"] and tensor.name.endswith(".experts_up"))
+            rows = stored_rows(tensor.shape[-2], is_gated(tensor.name, fields))
             elements = (tensor.shape[0] if rank == 3 else 1) * rows * tensor.shape[-1]
         entry["name"], entry["dtype"], entry["rank"] = tensor.name.encode(), codes[kind], rank
         entry["shape"][:rank] = tensor.shape
         entry["offset"], entry["bytes"] = offset, elements * NUMPY_DTYPES[kind].itemsize
         offset = _aligned(offset + int(entry["bytes"]))
+    if tokenizer:
+        header["tokenizer_offset"], header["tokenizer_bytes"] = offset, len(tokenizer)
+        header["tokenizer_crc32"] = zlib.crc32(tokenizer)
+        offset = _aligned(offset + len(tokenizer))
     header["magic"], header["version"] = MAGIC, headers.default().constants["FORMAT_VERSION"]
     header["header_bytes"], header["directory_offset"] = BIN_HEADER.itemsize, BIN_HEADER.itemsize
     header["num_tensors"], header["weight_dtype"], header["file_bytes"] = len(directory), codes[dtype], offset
     return header, directory
 
 
-def write(file, header, directory, contents, progress):
+def is_gated(name, fields):
+    """Whether a tensor's gate and up rows alternate."""
+    return bool(fields["gated"]) and name.endswith((".experts_up", ".mlp_up"))
+
+
+def write(file, header, directory, contents, progress, tokenizer=b""):
     """Streams a planned file. contents(name) yields the tensor's arrays in order; progress(bytes) is told of each."""
     write_all(file, bytes(int(directory["offset"][0])))
     for entry in directory:
@@ -58,6 +68,7 @@ def write(file, header, directory, contents, progress):
         assert left == 0, entry["name"]
         entry["crc32"] = crc32
         write_all(file, bytes(-int(entry["bytes"]) % ALIGNMENT))
+    write_all(file, tokenizer + bytes(-len(tokenizer) % ALIGNMENT))
     header["header_crc32"] = 0
     header["header_crc32"] = zlib.crc32(header.tobytes() + directory.tobytes())
     file.seek(0)

@@ -1,76 +1,241 @@
-"""A model's header fields from its config file, its flags and its family; what is not known is asked for by name."""
+"""A model's header fields from its config.json, or from flags for bare MoE layers; what cannot be honoured is refused."""
 
 import json
 from pathlib import Path
 
 from colibri import headers
 from colibri.errors import ColibriError
+from converter.rope import rope, yarn_mscale
+from converter.values import Values
 
+ROUTER_SOFTMAX, ROUTER_TOPK_SOFTMAX, ROUTER_SIGMOID, ROUTER_SPARSEMIXER = range(4)
+ATTENTION_GQA, ATTENTION_LATENT, ATTENTION_MOA = range(3)
+QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_ALL = range(3)
+NORM_RMS, NORM_LAYER = 1, 2
+SILU, ACTIVATION_CLAMPED = 0, 3
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "relu": 2}
+MAX_LAYERS = 128  # bits of a layer mask
+LATENT_EPS = 1e-6  # the latent norms have an epsilon of their own, whatever the config says
 MAX_CONFIG_BYTES = 16 << 20
-# Header field -> the names that a config file may use for it.
-KEYS = {"k": ("num_experts_per_tok", "k"), "activation": ("hidden_act", "activation"),
-        "renormalize": ("norm_topk_prob", "renormalize"), "num_experts": ("num_local_experts", "num_experts"),
-        "hidden": ("hidden_size", "hidden"), "ffn": ("intermediate_size", "ffn"),
-        "num_layers": ("num_hidden_layers", "num_layers"), "num_heads": ("num_attention_heads", "num_heads"),
-        "num_kv_heads": ("num_key_value_heads", "num_kv_heads"), "head_dim": ("head_dim",),
-        "vocab_size": ("vocab_size",), "max_positions": ("max_position_embeddings", "max_positions"),
-        "norm_eps": ("rms_norm_eps", "norm_eps"), "tied_embeddings": ("tie_word_embeddings", "tied_embeddings")}
-ACTIVATION_ALIASES = {"swish": "silu"}
-FLAGS = {"k": "--k", "activation": "--activation", "renormalize": "--renormalize or --no-renormalize"}
+# Header fields that leave a model plain; what is not here is 0 in a bare stack.
+PLAIN = {"gated": 1, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "residual_multiplier": 1.0,
+         "embedding_multiplier": 1.0, "logits_multiplier": 1.0, "rope_attention_factor": 1.0, "dense_layers": [],
+         "window_layers": [], "fp8_block": [128, 128], "mtp_layers": 0,
+         "interleave_rows": headers.default().constants["PANEL_ROWS"]}
 
 
-class Config:
-    """A config file's values, or none, under Colibri's field names; flags fill in what it lacks."""
+# Header fields from a config.json
 
-    def __init__(self, values, where, flags):
-        """values: the JSON object. where: its path, or None. flags: {field: value or None}."""
-        self.values, self.where, self.flags = values, where, flags
-
-    def get(self, field, kind=int):
-        """The field's value, or None. bool counts as its own kind; int is taken where float is asked for."""
-        value, key = None, None
-        for key in KEYS[field]:
-            if self.values.get(key) is not None:
-                value = self.values[key]
-                break
-        if kind is float and type(value) is int:
-            value = float(value)
-        if value is not None and type(value) is not kind:
-            raise ColibriError(f"{self.where}: {key}={json.dumps(value)[:80]}, expected {kind.__name__}; correct the "
-                               "config")
-        if kind in (int, float) and value is not None and not 0 <= value < 2 ** 32:
-            raise ColibriError(f"{self.where}: {key}={value}, expected 0 to 2^32 - 1; correct the config")
-        flag = self.flags.get(field)
-        if flag is not None and value is not None and flag != value:
-            raise ColibriError(f"{FLAGS[field]}: {flag}, but {self.where} says {key}={json.dumps(value)[:80]}; drop "
-                               "the flag or correct the config")
-        return value if flag is None else flag
-
-    def need(self, field, kind=int):
-        """The field's value; an error that names its flag or its key where nothing tells it."""
-        value = self.get(field, kind)
-        if value is None:
-            fix = f"give {FLAGS[field]}" if field in FLAGS else "give a config file that has it with --config"
-            raise ColibriError(f"{self.where or 'no config file'}: {KEYS[field][0]} is not known, expected it from a "
-                               f"config or a flag; {fix}")
-        return value
-
-    def activation(self):
-        """The activation's code in the header."""
-        codes, name = headers.default().codes("ACTIVATION"), self.need("activation", str)
-        name = ACTIVATION_ALIASES.get(name, name)
-        if name not in codes:
-            raise ColibriError(f"{self.where or '--activation'}: activation={name[:80]}, expected one of "
-                               f"{', '.join(codes)}; Colibri has no other")
-        return codes[name]
+def zeros():
+    """Every field of the header that is a number, and `rope_interleaved`, of the checkpoint's rows, as 0."""
+    return {**dict.fromkeys(headers.default().structs["BinHeader"].names, 0), "rope_interleaved": 0}
 
 
-def load(option, checkpoint, flags):
-    """The Config of a checkpoint: --config FILE, else NAME.json, else config.json beside it, else flags alone."""
-    beside = [Path(checkpoint).with_suffix(".json"), Path(checkpoint).parent / "config.json"]
+def basics(c, **fields):
+    """Every header field of the plainest family, GQA with RMS norms, then `fields` in their place."""
+    hidden, num_heads = c.need("hidden_size|d_model"), c.need("num_attention_heads|n_heads")
+    layers = c.need("num_hidden_layers|n_layers")
+    if not (1 <= layers <= MAX_LAYERS and num_heads):
+        raise c.bad("num_hidden_layers", layers, f"1 to {MAX_LAYERS}, and at least one head")
+    head_dim = fields.get("head_dim") or c.get("head_dim") or hidden // num_heads
+    eps = fields.pop("norm_eps", None) or c.need("rms_norm_eps", float)
+    base = {
+        **zeros(), **PLAIN,
+        "num_layers": layers, "hidden": hidden, "num_heads": num_heads, "head_dim": head_dim, "v_head_dim": head_dim,
+        "num_kv_heads": c.get("num_key_value_heads", default=num_heads), "vocab_size": c.need("vocab_size"),
+        "max_positions": c.need("max_position_embeddings|max_seq_len"), "activation": activation(c),
+        "attention_scale": head_dim ** -0.5, "norm_kind": NORM_RMS, "norm_eps": eps, "final_norm_eps": eps,
+        "latent_norm_eps": LATENT_EPS, "tied_embeddings": c.flag("tie_word_embeddings"), "rope_kind": 1,
+        "mtp_layers": c.get("num_nextn_predict_layers|num_mtp_layers", default=0)}
+    if "num_experts" not in fields:
+        fields["num_experts"] = c.need("num_local_experts|num_experts|n_routed_experts|moe_num_experts")
+    if "k" not in fields:
+        fields["k"] = c.need("num_experts_per_tok|moe_k")
+    rotary = rope(c, dim=fields.pop("rope_dim", head_dim), theta=fields.pop("rope_theta", 10000.0),
+                  partial=fields.pop("rope_partial", None))
+    return {**base, **rotary, **fields}
+
+
+def activation(c):
+    name = c.get("hidden_act|activation_function|ffn_config.ffn_act_fn.name", str, "silu")
+    if name not in ACTIVATIONS:
+        raise c.bad("hidden_act", name, "one of " + ", ".join(ACTIVATIONS))
+    return ACTIVATIONS[name]
+
+
+def window(c, size, layers=None):
+    """The sliding window, on all layers, or on those that layer_types calls so."""
+    types = c.get("layer_types", list)
+    if types is None:
+        types = layers or ["sliding_attention"] * c.need("num_hidden_layers")
+    if len(types) != c.need("num_hidden_layers") or not {*map(str, types)} <= {"sliding_attention", "full_attention"}:
+        raise c.bad("layer_types", types, "sliding_attention or full_attention for each layer")
+    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+    if sliding and not size:
+        raise c.bad("sliding_window", size, "at least 1 with sliding_attention layers")
+    return {"window": size, "window_layers": sliding} if sliding else {}
+
+
+def dense_layers(c):
+    """Qwen's choice of dense layers."""
+    step, listed = c.get("decoder_sparse_step", default=1), c.get("mlp_only_layers", list, [])
+    return [i for i in range(c.need("num_hidden_layers")) if i in listed or not step or (i + 1) % step]
+
+
+def bias(c, key="attention_bias", default=False):
+    flag = c.flag(key, default)
+    return {"qkv_bias": flag, "attention_out_bias": flag}
+
+
+def quantization(c):
+    """Rows and columns of one fp8 scale; a quantization that cannot be decoded is refused."""
+    c.accept("quantization_config.quant_method", ["fp8", "mxfp4"])
+    c.accept("quantization_config.fmt", ["e4m3"])
+    block = c.get("quantization_config.weight_block_size", list, [128, 128])
+    if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise c.bad("quantization_config.weight_block_size", block, "two sizes")
+    return block
+
+
+def mixtral(c):
+    size = c.get("sliding_window")
+    return basics(c, ffn=c.need("intermediate_size"), renormalize=1, **(window(c, size) if size else {}))
+
+
+def olmoe(c):
+    return basics(c, ffn=c.need("intermediate_size"), renormalize=c.flag("norm_topk_prob"), qk_norm=QK_NORM_ALL,
+                  clip_qkv=c.get("clip_qkv", float, 0.0), **bias(c))
+
+
+def qwen2_moe(c):
+    alternate = ["sliding_attention" if i % 2 == 0 and i < c.get("max_window_layers", default=28) else "full_attention"
+                 for i in range(c.need("num_hidden_layers"))]
+    sliding = window(c, c.get("sliding_window", default=4096), alternate) if c.flag("use_sliding_window") else {}
+    return basics(c, ffn=c.need("moe_intermediate_size"), renormalize=c.flag("norm_topk_prob"),
+                  qkv_bias=c.flag("qkv_bias", True), dense_layers=dense_layers(c),
+                  dense_ffn=c.need("intermediate_size"), shared_gate=1,
+                  shared_ffn=c.need("shared_expert_intermediate_size"), **sliding)
+
+
+def qwen3_moe(c):
+    sliding = window(c, c.get("sliding_window", default=4096)) if c.flag("use_sliding_window") else {}
+    return basics(c, ffn=c.need("moe_intermediate_size"), renormalize=c.flag("norm_topk_prob"), qk_norm=QK_NORM_HEAD,
+                  dense_ffn=c.need("intermediate_size"), dense_layers=dense_layers(c), **bias(c), **sliding)
+
+
+def granitemoe(c):
+    return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_TOPK_SOFTMAX, **bias(c),
+                  attention_scale=c.get("attention_multiplier", float, 1.0),
+                  embedding_multiplier=c.get("embedding_multiplier", float, 1.0),
+                  residual_multiplier=c.get("residual_multiplier", float, 1.0),
+                  logits_multiplier=1 / c.get("logits_scaling", float, 1.0))
+
+
+def phimoe(c):
+    size = c.get("sliding_window")
+    return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_SPARSEMIXER, norm_kind=NORM_LAYER, norm_bias=1,
+                  router_jitter=c.get("router_jitter_noise", float, 0.01), lm_head_bias=c.flag("lm_head_bias"),
+                  rope_theta=1e6, **bias(c), **(window(c, size) if size else {}))
+
+
+def gpt_oss(c):
+    if not c.get("rope_scaling", dict) and not c.get("rope_parameters", dict):
+        c = Values({**c.values, "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False,
+                                                    "original_max_position_embeddings": 4096}}, c.where)
+    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(c.need("num_hidden_layers"))]
+    return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_TOPK_SOFTMAX, router_logit_bias=1,
+                  expert_bias=1, activation=ACTIVATION_CLAMPED, swiglu_alpha=c.get("swiglu_alpha", float, 1.702),
+                  swiglu_limit=c.get("swiglu_limit", float, 7.0), sinks=1, rope_theta=150000.0,
+                  **bias(c, default=True), **window(c, c.get("sliding_window", default=128), alternate))
+
+
+def deepseek(c, **fields):
+    rotated, v_dim = c.need("qk_rope_head_dim"), c.need("v_head_dim")
+    dim = c.need("qk_nope_head_dim") + rotated
+    scaling = Values(c.get("rope_scaling", dict) or c.get("rope_parameters", dict) or {}, c.where)
+    scaled = scaling.get("rope_type|type", str, "default") != "default"
+    mscale = scaling.get("mscale_all_dim", float, 0.0) if scaled else 0.0
+    scale = dim ** -0.5 * (yarn_mscale(scaling.need("factor", float), mscale) ** 2 if mscale else 1)
+    heads, ffn = c.need("num_attention_heads"), c.need("moe_intermediate_size")
+    if c.get("num_key_value_heads", default=heads) != heads:
+        raise c.bad("num_key_value_heads", c.get("num_key_value_heads"), f"num_attention_heads={heads}")
+    return basics(c, head_dim=dim, v_head_dim=v_dim, num_kv_heads=heads, rope_dim=rotated, attention_scale=scale,
+                  ffn=ffn, attention_kind=ATTENTION_LATENT, q_lora_rank=c.get("q_lora_rank", default=0),
+                  kv_lora_rank=c.need("kv_lora_rank"), num_groups=c.get("n_group", default=1),
+                  topk_groups=c.get("topk_group", default=1), routed_scaling=c.get("routed_scaling_factor", float, 1.0),
+                  dense_ffn=c.need("intermediate_size"), shared_ffn=ffn * c.get("n_shared_experts", default=0),
+                  dense_layers=[*range(c.get("first_k_dense_replace", default=0))], **fields)
+
+
+def deepseek_v2(c):
+    limited = c.get("topk_method", str, "greedy") == "group_limited_greedy"
+    groups = {} if limited else {"num_groups": 1, "topk_groups": 1}
+    return {**deepseek(c, rope_interleaved=1), **groups}
+
+
+def deepseek_v3(c):
+    return deepseek(c, router_kind=ROUTER_SIGMOID, router_bias=1, renormalize=c.flag("norm_topk_prob", True),
+                    renormalize_min=1e-20, rope_interleaved=c.flag("rope_interleave", True))
+
+
+def glm4_moe(c):
+    ffn = c.need("moe_intermediate_size")
+    return basics(c, ffn=ffn, router_kind=ROUTER_SIGMOID, router_bias=1, renormalize=c.flag("norm_topk_prob", True),
+                  renormalize_min=1e-20, num_groups=c.get("n_group", default=1),
+                  topk_groups=c.get("topk_group", default=1), routed_scaling=c.get("routed_scaling_factor", float, 1.0),
+                  qkv_bias=c.flag("attention_bias"),
+                  qk_norm=QK_NORM_HEAD * c.flag("use_qk_norm"), rope_partial=0.5, dense_ffn=c.need("intermediate_size"),
+                  dense_layers=[*range(c.get("first_k_dense_replace", default=1))],
+                  shared_ffn=ffn * c.get("n_shared_experts", default=1))
+
+
+def ernie4_5_moe(c):
+    layers, ffn = c.need("num_hidden_layers"), c.need("moe_intermediate_size")
+    first, step = c.get("moe_layer_start_index", default=1), c.get("moe_layer_interval", default=1)
+    last = c.values.get("moe_layer_end_index", -1)
+    last = layers - 1 if last == -1 else c.need("moe_layer_end_index")
+    return basics(c, ffn=ffn, router_bias=1, renormalize=1, renormalize_min=c.get("moe_norm_min", float, 1e-12),
+                  tied_embeddings=c.flag("tie_word_embeddings", True), rope_theta=500000.0, rope_interleaved=1,
+                  dense_ffn=c.need("intermediate_size"), shared_ffn=ffn * c.get("moe_num_shared_experts", default=2),
+                  dense_layers=[i for i in range(layers) if (i + 1) % step or not first <= i <= last])
+
+
+def minimax_m2(c):
+    partial = c.get("rotary_dim") / c.need("head_dim") if c.get("rotary_dim") else 1.0
+    return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_SIGMOID, router_bias=1, renormalize=1,
+                  qk_norm=QK_NORM_ALL, rope_theta=5e6, rope_partial=partial)
+
+
+def dbrx(c):
+    theta = c.get("rope_parameters.rope_theta|rope_theta|attn_config.rope_theta", float, 10000.0)
+    return basics(c, num_kv_heads=c.need("attn_config.kv_n_heads"), clip_qkv=c.get("attn_config.clip_qkv", float, 0.0),
+                  ffn=c.need("ffn_config.ffn_hidden_size"), num_experts=c.need("ffn_config.moe_num_experts"),
+                  k=c.need("ffn_config.moe_top_k"), norm_kind=NORM_LAYER, norm_eps=1e-5, rope_theta=theta,
+                  renormalize=int("moe_normalize_expert_weights" not in c.values["ffn_config"]
+                                  or c.values["ffn_config"]["moe_normalize_expert_weights"] is not None))
+
+
+def jetmoe(c):
+    k, kv_heads, dim = c.need("num_experts_per_tok"), c.need("num_key_value_heads"), c.need("kv_channels")
+    c = Values({"num_attention_heads": k * kv_heads, **c.values}, c.where)
+    c.accept("num_attention_heads", [k * kv_heads])
+    return basics(c, head_dim=dim, ffn=c.need("intermediate_size"), router_kind=ROUTER_TOPK_SOFTMAX, norm_eps=1e-6,
+                  final_norm_eps=c.need("rms_norm_eps", float), attention_kind=ATTENTION_MOA, attention_out_bias=1,
+                  ffn_out_bias=1, tied_embeddings=c.flag("tie_word_embeddings", True))
+
+
+def load(option, checkpoint):
+    """A checkpoint's config as Values: --config FILE, else config.json in the folder or NAME.json, then config.json beside
+    the file, else an empty one."""
+    checkpoint = Path(checkpoint)
+    beside = [checkpoint / "config.json"] if checkpoint.is_dir() else [checkpoint.with_suffix(".json"),
+                                                                       checkpoint.parent / "config.json"]
     path = option or next((path for path in beside if path.is_file()), None)
-    if path is None:
-        return Config({}, None, flags)
+    return Values({}, None) if path is None else Values(read_json(path), str(path))
+
+
+def read_json(path):
+    """The JSON object in a small file."""
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
@@ -81,84 +246,77 @@ def load(option, checkpoint, flags):
         raise ColibriError(f"{path}: not JSON ({str(error)[:80]}), expected a config.json; check --config") from None
     if type(values) is not dict:
         raise ColibriError(f"{path}: expected a JSON object of at most {MAX_CONFIG_BYTES} bytes; check --config")
-    return Config(values, str(path), flags)
+    return values
 
 
-def header_fields(found, config, path):
-    """BinHeader's fields that describe the model. found: names.Found. Shapes are checked later, by names.sources."""
-    bare = found.bare and not (found.family.name == "mixtral" and config.get("num_heads"))
-    family_renormalize = True if found.family.name == "mixtral" else None
-    fields = dict.fromkeys(headers.default().structs["BinHeader"].names, 0)
-    up = next(iter(found.tensors["layers.N.experts_up"].values()))
-    ffn, hidden = next(iter(up.values())).shape if len(next(iter(up.values())).shape) == 2 else (0, 0)
-    fields.update(num_experts=config.get("num_experts") or found.num_experts, k=config.need("k"),
-                  num_layers=config.get("num_layers") or found.num_layers, hidden=config.get("hidden") or hidden,
-                  ffn=config.get("ffn") or ffn, activation=config.activation(), gated=found.family.gated,
-                  router_kind=headers.default().codes("ROUTER")["softmax"], num_groups=1, topk_groups=1,
-                  routed_scaling=1.0, renormalize=int(_renormalize(config, family_renormalize)),
-                  interleave_rows=headers.default().constants["PANEL_ROWS"])
-    if found.family.name == "mixtral":
-        _check_mixtral(config)
-    if not bare:
-        fields.update(_transformer_fields(config, fields["hidden"]))
-    _check_limits(fields, config.where or path)
+# Bare MoE layers
+
+# Header field -> the names that a config may use for it, its kind, and its flag.
+ASKED = {"k": ("num_experts_per_tok|k", int, "--k"), "activation": ("hidden_act|activation", str, "--activation"),
+         "renormalize": ("norm_topk_prob|renormalize", bool, "--renormalize or --no-renormalize")}
+SIZES = {"num_experts": "num_local_experts|num_experts", "hidden": "hidden_size|hidden",
+         "ffn": "intermediate_size|ffn", "num_layers": "num_hidden_layers|num_layers"}
+
+
+def bare_fields(family, sizes, c, flags):
+    """The header fields of bare MoE layers: `sizes` from their tensors (a config's go before), routing from the family,
+    a config without model_type, or flags {field: value or None}; a choice that nothing tells is asked for."""
+    fields = {**zeros(), **PLAIN, **sizes, **family.routing}
+    for field, keys in SIZES.items():
+        fields[field] = c.get(keys, default=fields[field])
+    for field, (keys, kind, flag) in ASKED.items():
+        given, known = flags.get(field), c.get(keys, kind)
+        if given is not None and known is not None and given != known:
+            raise ColibriError(f"{flag}: {given}, but {c.where} says {json.dumps(known)[:80]}; drop the flag or correct "
+                               "the config")
+        value = known if given is None else given
+        if field == "activation" and value is not None:
+            value = _activation_code(value, flag if given is not None else c.where)
+        if field in family.routing:
+            if value not in (None, family.routing[field]):
+                raise ColibriError(f"{c.where or flag}: {field}={value}, expected {family.routing[field]}, as always in "
+                                   f"{family.name}; drop it")
+        elif value is None:
+            raise ColibriError(f"{c.where or 'no config file'}: {keys.split('|')[0]} is not known, expected it from a "
+                               f"config or a flag; give {flag}")
+        else:
+            fields[field] = int(value)
     return fields
 
 
-def _renormalize(config, family):
-    value = config.get("renormalize", bool)
-    if family is not None and value not in (None, family):
-        raise ColibriError(f"{config.where or '--no-renormalize'}: renormalize={value}, but mixtral is always "
-                           "renormalized; drop it")
-    return config.need("renormalize", bool) if family is None else family
+def _activation_code(name, where):
+    if name not in ACTIVATIONS:
+        raise ColibriError(f"{where}: activation={name[:80]}, expected one of silu, gelu, relu; Colibri has no other")
+    return ACTIVATIONS[name]
 
 
-def _check_mixtral(config):
-    """Refuses what a config can ask for and this format cannot say."""
-    kind = config.values.get("model_type", "mixtral")
-    if kind != "mixtral":
-        raise ColibriError(f"{config.where}: model_type={json.dumps(kind)[:80]}, expected mixtral for tensors of "
-                           "these names; another model of the same names computes something else")
-    rope = [config.values.get(key) for key in ("rope_scaling", "rope_parameters")]
-    for scaling in rope:
-        kind = (scaling.get("rope_type") or scaling.get("type") or "default") if type(scaling) is dict else scaling
-        if kind not in (None, "default"):
-            raise ColibriError(f"{config.where}: rope_scaling={json.dumps(kind)[:80]}, expected default; Colibri has "
-                               "no other")
-    if config.values.get("partial_rotary_factor") not in (None, 1):
-        raise ColibriError(f"{config.where}: partial_rotary_factor, expected 1; Colibri rotates whole heads")
-    window, positions = config.values.get("sliding_window"), config.get("max_positions")
-    if window is not None and (positions is None or type(window) is not int or window < positions):
-        raise ColibriError(f"{config.where}: sliding_window={json.dumps(window)[:80]}, expected none below "
-                           f"max_position_embeddings={positions}; Colibri attends to all positions")
+def check_flags(fields, c, flags):
+    """Flags may repeat what a config says, and nothing else."""
+    for field, (_, _, flag) in ASKED.items():
+        given = flags.get(field)
+        value = _activation_code(given, flag) if field == "activation" and given is not None else given
+        if value is not None and int(value) != fields[field]:
+            raise ColibriError(f"{flag}: {given}, but {c.where} makes {field} {fields[field]}; drop the flag or correct "
+                               "the config")
 
 
-def _transformer_fields(config, hidden):
-    num_heads = config.need("num_heads")
-    rope = config.values.get("rope_parameters")
-    theta = config.values.get("rope_theta", rope.get("rope_theta") if type(rope) is dict else None)
-    if type(theta) not in (int, float) or not 0 < theta < 1e30:
-        raise ColibriError(f"{config.where or 'no config file'}: rope_theta={json.dumps(theta)[:80]}, expected a "
-                           "positive number; give a config file that has it with --config")
-    tied = config.get("tied_embeddings", bool)
-    return {"num_heads": num_heads, "num_kv_heads": config.need("num_kv_heads"),
-            "head_dim": config.get("head_dim") or hidden // max(num_heads, 1), "vocab_size": config.need("vocab_size"),
-            "max_positions": config.need("max_positions"), "norm_eps": config.need("norm_eps", float),
-            "rope_theta": float(theta), "tied_embeddings": int(bool(tied)),
-            "norm_kind": headers.default().codes("NORM")["rms"],
-            "rope_kind": headers.default().codes("ROPE")["default"]}
-
-
-def _check_limits(fields, where):
+def check_limits(fields, where):
     """What native/config.h asserts of a model, in words."""
     heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
-    rules = [("num_experts", 1 <= fields["num_experts"] <= 256, "1 to 256"),
-             ("k", 1 <= fields["k"] <= min(16, fields["num_experts"]), "1 to 16, and at most num_experts"),
+    experts, groups = fields["num_experts"], fields["num_groups"]
+    rules = [("num_experts", 1 <= experts <= 256, "1 to 256"),
+             ("k", 1 <= fields["k"] <= min(16, experts), "1 to 16, and at most num_experts"),
+             ("num_groups", groups >= 1 and experts % groups == 0, f"a divisor of num_experts={experts}"),
+             ("topk_groups", 1 <= fields["topk_groups"] <= groups and
+              fields["topk_groups"] * (experts // max(groups, 1)) >= fields["k"],
+              f"1 to num_groups={groups}, and enough for k={fields['k']} experts"),
              ("hidden", fields["hidden"] >= 1, "at least 1"), ("ffn", fields["ffn"] >= 1, "at least 1"),
-             ("num_layers", fields["num_layers"] >= 1, "at least 1"),
+             ("num_layers", 1 <= fields["num_layers"] <= MAX_LAYERS, f"1 to {MAX_LAYERS}"),
              ("num_kv_heads", heads == 0 or (kv_heads >= 1 and heads % kv_heads == 0),
               f"a divisor of num_heads={heads}"),
              ("head_dim", heads == 0 or (2 <= head_dim <= 512 and head_dim % 2 == 0), "an even number from 2 to 512"),
+             ("v_head_dim", heads == 0 or 1 <= fields["v_head_dim"] <= 512, "1 to 512"),
+             ("rotary_dim", heads == 0 or fields["rotary_dim"] <= head_dim, f"at most head_dim={head_dim}"),
              ("vocab_size", heads == 0 or fields["vocab_size"] >= 1, "at least 1")]
     for field, holds, rule in rules:
         if not holds:

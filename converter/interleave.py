@@ -42,9 +42,11 @@ def panels(experts, dtype, gated):
             yield transposed(panel)
 
 
-def vector(tensor):
-    """A vector as float32, checked like a matrix."""
-    return converted(tensor, 0, tensor.shape[0], "f32")
+def vector(experts):
+    """Yields a vector's parts as float32, checked like a matrix: those of each expert, one expert after another."""
+    for parts in experts:
+        for tensor in parts:
+            yield np.ascontiguousarray(converted(tensor, 0, tensor.shape[0], "f32"))
 
 
 def _stacked_pieces(parts, first):

@@ -280,9 +280,10 @@ def _storage_refs(value):
 
 def _named_tensors(value, path):
     """The state dict in a pickled value: the value itself, or what one of WRAPPERS holds."""
-    for _ in range(4):
+    for depth in range(4):
         if type(value) is not dict:
             break
+        value = _flattened(value) if depth else value
         inner = [key for key in WRAPPERS if type(value.get(key)) is dict and value[key]]
         tensors = {key: item for key, item in value.items() if type(key) is str and type(item) is Rebuilt}
         if tensors and not inner:
@@ -295,6 +296,22 @@ def _named_tensors(value, path):
         raise ColibriError(f"{path}: no named tensors, only a bare one; expected a dict of names, save a state_dict()")
     raise ColibriError(f"{path}: no tensors in a dict of names, expected them at the top or under "
                        f"{', '.join(WRAPPERS)}; save a state_dict()")
+
+
+def _flattened(value):
+    """A wrapped state dict with the tensors of dicts in it under dotted names; each object is visited once."""
+    if any(type(value.get(key)) is dict for key in WRAPPERS):
+        return value
+    result, seen, queue = {}, set(), [("", value)]
+    while queue:
+        prefix, item = queue.pop(0)
+        for key, entry in item.items():
+            if type(entry) is dict and type(key) is str and id(entry) not in seen:
+                seen.add(id(entry))
+                queue.append((f"{prefix}{key}.", entry))
+            elif type(key) is str:
+                result[prefix + key] = entry
+    return result
 
 
 def _resolve(rebuilt, name, storages, path):

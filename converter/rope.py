@@ -44,7 +44,7 @@ def rope(c, dim, theta, partial):
         frequencies = llama3(frequencies, p, original)
     elif kind == "yarn":
         frequencies, attention_factor = yarn(frequencies, p, original, theta)
-    return {"rotary_dim": dim, "rope_frequencies": frequencies.astype(np.float32),
+    return {"rotary_dim": dim, "rope_theta": theta, "rope_frequencies": frequencies.astype(np.float32),
             "rope_attention_factor": attention_factor}
 
 

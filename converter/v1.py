@@ -51,10 +51,10 @@ def read(path, hidden, ffn, k):
     return dict(tensors), stored_k
 
 
-def convert(found, fields, sources, options):
+def convert(family, fields, sources, options):
     """Writes one layer of a checkpoint as version 1."""
     if fields["gated"]:
-        raise ColibriError(f"--format v1: {found.family.name} has gated experts, expected 2-matrix ones; write v2")
+        raise ColibriError(f"--format v1: {family.name} has gated experts, expected 2-matrix ones; write v2")
     if options.layer is None or not 0 <= options.layer < fields["num_layers"]:
         raise ColibriError(f"--layer: {options.layer}, expected 0 to {fields['num_layers'] - 1} with --format v1")
     if options.dtype not in ("keep", "f16"):

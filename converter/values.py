@@ -42,8 +42,8 @@ class Values:
             raise self.bad(key, value, " or ".join(map(json.dumps, allowed)) or "none")
 
     def bad(self, key, value, expected):
-        return ColibriError(f"{self.where}: {key}={json.dumps(value)[:80]}, expected {expected}; Colibri computes "
-                            "nothing else for this family")
+        return ColibriError(f"{self.where}: {key}={json.dumps(value)[:80]}, expected {expected}; correct the config, "
+                            "or it asks for what Colibri does not compute")
 
     def _at(self, path):
         value = self.values

@@ -23,6 +23,14 @@ def up_rows(t, h, e):
     return [take(index(t, e), 0, h["ffn"], h["ffn"])]
 
 
+def first_half(t, h, e):  # [2 * ffn, hidden] of one expert
+    return [take(t, 0, 0, h["ffn"])]
+
+
+def second_half(t, h, e):
+    return [take(t, 0, h["ffn"], h["ffn"])]
+
+
 def even_rows(t, h, e):
     return [take(index(t, e), 0, 0, h["ffn"], 2)]
 

@@ -60,6 +60,39 @@
 #ifndef ROPE_KIND
 #define ROPE_KIND ROPE_DEFAULT
 #endif
+#ifndef ATTENTION_KIND
+#define ATTENTION_KIND ATTENTION_GQA
+#endif
+#ifndef V_HEAD_DIM
+#define V_HEAD_DIM HEAD_DIM
+#endif
+#ifndef ROTARY_DIM
+#define ROTARY_DIM HEAD_DIM
+#endif
+#ifndef Q_LORA_RANK
+#define Q_LORA_RANK 0
+#endif
+#ifndef KV_LORA_RANK
+#define KV_LORA_RANK 0
+#endif
+#ifndef QK_NORM
+#define QK_NORM QK_NORM_NONE
+#endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+#ifndef EXPERT_BIAS
+#define EXPERT_BIAS 0
+#endif
+#ifndef DENSE_FFN
+#define DENSE_FFN 0
+#endif
+#ifndef SHARED_FFN
+#define SHARED_FFN 0
+#endif
+#ifndef SHARED_GATE
+#define SHARED_GATE 0
+#endif
 #ifndef CUDA_ARCH
 #define CUDA_ARCH 0 /* 90 in an sm_90 build */
 #endif
@@ -69,6 +102,16 @@
 #ifndef MAX_SEQ_LEN
 #define MAX_SEQ_LEN 512
 #endif
+
+/* Rows of a layer's qkv matrix, as in format.h; and whether q is a row of its own rather than the first part of qkv's. */
+#define GQA_ROWS ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+#define LATENT_ROWS (Q_LORA_RANK + (Q_LORA_RANK == 0) * NUM_HEADS * HEAD_DIM + KV_LORA_RANK + ROTARY_DIM)
+#define MOA_ROWS (2 * NUM_KV_HEADS * HEAD_DIM)
+#define QKV_ROWS ((ATTENTION_KIND == ATTENTION_GQA) * GQA_ROWS + (ATTENTION_KIND == ATTENTION_LATENT) * LATENT_ROWS + (ATTENTION_KIND == ATTENTION_MOA) * MOA_ROWS)
+#define OWN_Q ((ATTENTION_KIND == ATTENTION_LATENT) * (Q_LORA_RANK > 0) + (ATTENTION_KIND == ATTENTION_MOA))
+#define NOPE_DIM ((ATTENTION_KIND == ATTENTION_LATENT) * (HEAD_DIM - ROTARY_DIM)) /* of k that comes from the latent */
+#define KV_B_ROWS ((ATTENTION_KIND == ATTENTION_LATENT) * NUM_HEADS * (NOPE_DIM + V_HEAD_DIM))
+#define MLP_FFN (DENSE_FFN > SHARED_FFN ? DENSE_FFN : SHARED_FFN)
 
 #define MAX_TOKENS (MAX_BATCH > MAX_SEQ_LEN ? MAX_BATCH : MAX_SEQ_LEN) /* of one forward call */
 
@@ -84,6 +127,12 @@ STATIC_ASSERT(NUM_HEADS == 0 || (HEAD_DIM >= 2 && HEAD_DIM % 2 == 0 && HEAD_DIM 
 STATIC_ASSERT((NUM_HEADS == 0) == (VOCAB_SIZE == 0));
 STATIC_ASSERT(NUM_EXPERTS % NUM_GROUPS == 0 && TOPK_GROUPS >= 1 && TOPK_GROUPS <= NUM_GROUPS);
 STATIC_ASSERT(TOPK_GROUPS * (NUM_EXPERTS / NUM_GROUPS) >= K);
+STATIC_ASSERT(ROUTER_KIND != ROUTER_SPARSEMIXER || K == 2);
+STATIC_ASSERT(ROTARY_DIM % 2 == 0 && ROTARY_DIM <= HEAD_DIM && (NUM_HEADS == 0 || V_HEAD_DIM >= 1) && V_HEAD_DIM <= 512);
+STATIC_ASSERT(ATTENTION_KIND != ATTENTION_LATENT || (NUM_KV_HEADS == NUM_HEADS && KV_LORA_RANK >= 1 && ROTARY_DIM < HEAD_DIM));
+STATIC_ASSERT(ATTENTION_KIND == ATTENTION_LATENT || (V_HEAD_DIM == HEAD_DIM && KV_LORA_RANK == 0 && Q_LORA_RANK == 0));
+STATIC_ASSERT(ATTENTION_KIND != ATTENTION_MOA || NUM_HEADS == K * NUM_KV_HEADS);
+STATIC_ASSERT(MLP_FFN == 0 || GATED);
 
 typedef struct Config {
     uint32_t num_experts;
@@ -104,6 +153,17 @@ typedef struct Config {
     uint32_t topk_groups;
     uint32_t norm_kind;
     uint32_t rope_kind;
+    uint32_t attention_kind;
+    uint32_t v_head_dim;
+    uint32_t rotary_dim;
+    uint32_t q_lora_rank;
+    uint32_t kv_lora_rank;
+    uint32_t qk_norm;
+    uint32_t sinks;
+    uint32_t expert_bias;
+    uint32_t dense_ffn;
+    uint32_t shared_ffn;
+    uint32_t shared_gate;
     uint32_t interleave_rows;
     uint32_t max_batch;         /* from here on the library's own: not in the file */
     uint32_t max_seq_len;

@@ -11,7 +11,10 @@ int colibri_config(void *config) {
         .num_kv_heads = NUM_KV_HEADS, .head_dim = HEAD_DIM, .vocab_size = VOCAB_SIZE, .weight_dtype = WEIGHT_DTYPE,
         .activation = ACTIVATION, .gated = GATED, .router_kind = ROUTER_KIND, .router_bias = ROUTER_BIAS,
         .renormalize = RENORMALIZE, .num_groups = NUM_GROUPS, .topk_groups = TOPK_GROUPS, .norm_kind = NORM_KIND,
-        .rope_kind = ROPE_KIND, .interleave_rows = PANEL_ROWS, .max_batch = MAX_BATCH, .max_seq_len = MAX_SEQ_LEN,
+        .rope_kind = ROPE_KIND, .attention_kind = ATTENTION_KIND, .v_head_dim = V_HEAD_DIM, .rotary_dim = ROTARY_DIM,
+        .q_lora_rank = Q_LORA_RANK, .kv_lora_rank = KV_LORA_RANK, .qk_norm = QK_NORM, .sinks = SINKS,
+        .expert_bias = EXPERT_BIAS, .dense_ffn = DENSE_FFN, .shared_ffn = SHARED_FFN, .shared_gate = SHARED_GATE,
+        .interleave_rows = PANEL_ROWS, .max_batch = MAX_BATCH, .max_seq_len = MAX_SEQ_LEN,
         .cuda_arch = CUDA_ARCH};
     memcpy(config, &baked, sizeof baked);
     return 0;
@@ -67,7 +70,7 @@ int colibri_bind(void *model, int backend, const void *header, const void *weigh
     m->num_slots = num_slots;
     m->num_threads = num_threads;
     lay_out(&m->state, (uintptr_t)state, m->ops, m->header.num_layers, num_slots);
-    return 0;
+    return m->ops->check(m);
 }
 
 int colibri_check(const void *model) {

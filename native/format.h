@@ -24,19 +24,32 @@
 #define ACTIVATION_SILU 0
 #define ACTIVATION_GELU 1 /* the exact one, with erf */
 #define ACTIVATION_RELU 2
+#define ACTIVATION_CLAMPED_SWIGLU 3 /* g = min(gate, limit), u = clamp(up, +-limit): g sigmoid(alpha g) (u + 1) */
 
 /* router_kind: how a token's logits become k experts and their weights */
 #define ROUTER_SOFTMAX 0      /* softmax over all experts, then the k largest */
 #define ROUTER_TOPK_SOFTMAX 1 /* the k largest logits, then softmax over them */
-#define ROUTER_SIGMOID 2      /* sigmoid; chosen by score + router_bias, weighted by the score alone */
+#define ROUTER_SIGMOID 2      /* sigmoid; chosen by score + router_bias, weighted by the score alone, like softmax */
+#define ROUTER_SPARSEMIXER 3  /* two experts, one after the other, each weighed among the logits near the largest left */
 
 /* norm_kind */
 #define NORM_NONE 0
 #define NORM_RMS 1
+#define NORM_LAYER 2 /* the mean is subtracted first */
 
 /* rope_kind */
 #define ROPE_NONE 0
-#define ROPE_DEFAULT 1 /* pairs (i, i + head_dim/2), frequency rope_theta^(-2i/head_dim) */
+#define ROPE_DEFAULT 1 /* pairs (i, i + rotary_dim/2) of a head, by rope_frequencies[i] a position */
+
+/* attention_kind */
+#define ATTENTION_GQA 0    /* num_heads / num_kv_heads neighbouring query heads share a kv head */
+#define ATTENTION_LATENT 1 /* k and v of each head come from one latent row, but for k's rotated part, which all share */
+#define ATTENTION_MOA 2    /* k of num_experts experts make num_kv_heads query heads each; head h has kv head h % num_kv_heads */
+
+/* qk_norm: an RMS norm of q and k before they rotate */
+#define QK_NORM_NONE 0
+#define QK_NORM_HEAD 1 /* of each head */
+#define QK_NORM_ALL 2  /* of all heads' rows together */
 
 typedef struct BinHeader {
     char magic[4];              /* "COLI" */
@@ -56,7 +69,7 @@ typedef struct BinHeader {
     uint32_t head_dim;
     uint32_t vocab_size;        /* 0: hidden states in, hidden states out */
     uint32_t max_positions;     /* positions the model was trained for; 0: no limit of its own */
-    uint32_t weight_dtype;      /* of every matrix but the router, which is F32 like every vector */
+    uint32_t weight_dtype;      /* of every matrix but the routers, which are F32 like every vector */
     uint32_t activation;
     uint32_t gated;             /* 1: down(activation(gate x) * up x); 0: down(activation(up x)) */
     uint32_t router_kind;
@@ -71,8 +84,45 @@ typedef struct BinHeader {
     float rope_theta;
     uint32_t tied_embeddings;   /* 1: the LM head is the embedding */
     uint32_t interleave_rows;   /* PANEL_ROWS */
-    uint32_t reserved[30];      /* 0 */
-} BinHeader;                    /* 256 bytes */
+    uint32_t attention_kind;
+    uint32_t v_head_dim;        /* head_dim but for ATTENTION_LATENT */
+    uint32_t q_lora_rank;       /* ATTENTION_LATENT: rows of q's own latent; 0: q straight from the input */
+    uint32_t kv_lora_rank;      /* ATTENTION_LATENT: rows of the latent */
+    uint32_t qkv_bias;
+    uint32_t attention_out_bias;
+    uint32_t qk_norm;
+    uint32_t sinks;             /* 1: a logit a head joins the softmax and takes no value */
+    uint32_t rotary_dim;        /* the first so many dimensions of a head rotate; even */
+    uint32_t window;            /* position p sees p-window+1 .. p on the layers of window_layers; 0: none */
+    uint32_t norm_bias;         /* 1: NORM_LAYER's */
+    uint32_t router_logit_bias; /* 1: added to the logits; router_bias only to what is chosen by */
+    uint32_t expert_bias;       /* 1: of both of an expert's matrices */
+    uint32_t dense_ffn;         /* rows of the up projection on the layers of dense_layers */
+    uint32_t shared_ffn;        /* of a MoE layer's shared expert; 0: none */
+    uint32_t shared_gate;       /* 1: the shared expert times sigmoid(shared_gate . x) */
+    uint32_t ffn_out_bias;      /* 1: added once to a layer's sum of experts */
+    uint32_t lm_head_bias;
+    float attention_scale;      /* of q . k */
+    float clip_qkv;             /* q, k and v are clamped to +-this after their norms; 0: not */
+    float rope_attention_factor; /* of cosine and sine */
+    float renormalize_min;      /* with renormalize, the sum counts as at least this */
+    float router_jitter;        /* ROUTER_SPARSEMIXER: logits within 2 * this, relative, are near */
+    float swiglu_alpha;
+    float swiglu_limit;
+    float final_norm_eps;
+    float latent_norm_eps;
+    float embedding_multiplier;
+    float residual_multiplier;  /* of what attention and experts add to the residual stream */
+    float logits_multiplier;
+    uint32_t window_layers[4];  /* bit l: layer l has the window */
+    uint32_t dense_layers[4];   /* bit l: layer l has no experts */
+    uint64_t tokenizer_offset;  /* a tokenizer.json, a multiple of DATA_ALIGNMENT; 0: none */
+    uint64_t tokenizer_bytes;
+    uint32_t tokenizer_crc32;
+    uint32_t num_eos;
+    uint32_t eos_ids[8];        /* num_eos tokens that end a text */
+    uint32_t reserved[42];      /* 0 */
+} BinHeader;                    /* 512 bytes */
 
 typedef struct BinTensor {
     char name[64];              /* "embed", "layers.3.experts_up"; zero-padded */
@@ -90,22 +140,60 @@ typedef struct BinTensor {
  *
  * T(name, type, experts, rows, columns): a tensor with a zero dimension is not in the file; experts 0 means a plain
  * matrix, columns 0 a vector. The expressions are in the header's fields. weight_t is weight_dtype.
- * In a gated experts_up, gate and up rows alternate in groups of GATE_GROUP, and both are filled up with zero rows
- * to a multiple of it: stored rows are 2 * GATE_GROUP * ceil(ffn / GATE_GROUP), then whole panels; the shape in the
- * directory stays [num_experts, 2 * ffn, hidden]. */
+ * In a gated experts_up, and in mlp_up, gate and up rows alternate in groups of GATE_GROUP, and both are filled up with
+ * zero rows to a multiple of it: stored rows are 2 * GATE_GROUP * ceil(ffn / GATE_GROUP), then whole panels; the shape
+ * in the directory stays [num_experts, 2 * ffn, hidden]. */
 #define MODEL_TENSORS(T) \
-    T(embed,       weight_t, 0, vocab_size, hidden) \
-    T(final_norm,  float,    0, hidden * (vocab_size > 0), 0) \
-    T(lm_head,     weight_t, 0, vocab_size * (1 - tied_embeddings), hidden)
+    T(embed,            weight_t, 0, vocab_size, hidden) \
+    T(final_norm,       float,    0, hidden * (vocab_size > 0), 0) \
+    T(final_norm_bias,  float,    0, hidden * norm_bias, 0) \
+    T(lm_head,          weight_t, 0, vocab_size * (1 - tied_embeddings), hidden) \
+    T(lm_head_bias,     float,    0, vocab_size * lm_head_bias, 0) \
+    T(rope_frequencies, float,    0, rotary_dim / 2, 0)
 
+/* What a layer's expressions use beyond the header's fields; `dense` is 1 on the layers of dense_layers. Rows of qkv:
+ * GQA q, k, v; LATENT q's latent (or q), latent, k's rotated part; MOA k, v. */
+#define LAYER_VALUES(B) \
+    B(moe, 1 - dense) \
+    B(mlp_ffn, dense * dense_ffn + (1 - dense) * shared_ffn) \
+    B(gqa_rows, (attention_kind == 0) * (num_heads + 2 * num_kv_heads) * head_dim) \
+    B(latent_q_rows, q_lora_rank + (q_lora_rank == 0) * num_heads * head_dim) \
+    B(latent_rows, (attention_kind == 1) * (latent_q_rows + kv_lora_rank + rotary_dim)) \
+    B(moa_rows, (attention_kind == 2) * 2 * num_kv_heads * head_dim) \
+    B(qkv_rows, gqa_rows + latent_rows + moa_rows) \
+    B(moa_experts, (attention_kind == 2) * num_experts)
+
+/* mlp: what every token takes, a dense layer's whole FFN or the shared expert; stored like one gated expert. A head's
+ * rows in q_b and of q are its rotated dimensions, then the others; kv_b has all heads' k, then all heads' v. */
 #define LAYER_TENSORS(T) \
-    T(attention_norm, float,    0, hidden * (num_heads > 0), 0) \
-    T(qkv,            weight_t, 0, (num_heads + 2 * num_kv_heads) * head_dim, hidden) \
-    T(attention_out,  weight_t, 0, hidden * (num_heads > 0), num_heads * head_dim) \
-    T(ffn_norm,       float,    0, hidden * (num_heads > 0), 0) \
-    T(router,         float,    0, num_experts, hidden) \
-    T(router_bias,    float,    0, num_experts * router_bias, 0) \
-    T(experts_up,     weight_t, num_experts, ffn * (1 + gated), hidden) \
-    T(experts_down,   weight_t, num_experts, hidden, ffn)
+    T(attention_norm,        float,    0, hidden * (num_heads > 0), 0) \
+    T(attention_norm_bias,   float,    0, hidden * norm_bias, 0) \
+    T(qkv,                   weight_t, 0, qkv_rows, hidden) \
+    T(qkv_bias,              float,    0, qkv_rows * qkv_bias, 0) \
+    T(q_norm,                float,    0, (qk_norm == 1) * head_dim + (qk_norm == 2) * num_heads * head_dim, 0) \
+    T(k_norm,                float,    0, (qk_norm == 1) * head_dim + (qk_norm == 2) * num_kv_heads * head_dim, 0) \
+    T(q_a_norm,              float,    0, q_lora_rank, 0) \
+    T(q_b,                   weight_t, 0, (q_lora_rank > 0) * num_heads * head_dim, q_lora_rank) \
+    T(kv_a_norm,             float,    0, kv_lora_rank, 0) \
+    T(kv_b,                  weight_t, 0, (attention_kind == 1) * num_heads * (head_dim - rotary_dim + v_head_dim), kv_lora_rank) \
+    T(sinks,                 float,    0, num_heads * sinks, 0) \
+    T(attention_router,      float,    0, moa_experts, hidden) \
+    T(attention_experts_in,  weight_t, moa_experts, num_kv_heads * head_dim, hidden) \
+    T(attention_experts_out, weight_t, moa_experts, hidden, num_kv_heads * head_dim) \
+    T(attention_out,         weight_t, 0, (attention_kind < 2) * hidden * (num_heads > 0), num_heads * v_head_dim) \
+    T(attention_out_bias,    float,    0, hidden * attention_out_bias, 0) \
+    T(ffn_norm,              float,    0, hidden * (num_heads > 0), 0) \
+    T(ffn_norm_bias,         float,    0, hidden * norm_bias, 0) \
+    T(mlp_up,                weight_t, 0, 2 * mlp_ffn, hidden) \
+    T(mlp_down,              weight_t, 0, hidden * (mlp_ffn > 0), mlp_ffn) \
+    T(shared_gate,           float,    0, hidden * shared_gate * moe, 0) \
+    T(router,                float,    0, num_experts * moe, hidden) \
+    T(router_bias,           float,    0, num_experts * router_bias * moe, 0) \
+    T(router_logit_bias,     float,    0, num_experts * router_logit_bias * moe, 0) \
+    T(experts_up,            weight_t, num_experts * moe, ffn * (1 + gated), hidden) \
+    T(experts_up_bias,       float,    0, num_experts * (1 + gated) * ffn * expert_bias * moe, 0) /* [expert][gate, up] */ \
+    T(experts_down,          weight_t, num_experts * moe, hidden, ffn) \
+    T(experts_down_bias,     float,    0, num_experts * hidden * expert_bias * moe, 0) \
+    T(ffn_out_bias,          float,    0, hidden * ffn_out_bias, 0)
 
 #endif

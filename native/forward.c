@@ -9,25 +9,31 @@
 static int route(Model *m, int num_tokens, int l) {
     const Ops *ops = m->ops;
     const Layer *layer = &m->weights.layers[l];
+    State *s = &m->state;
     m->layer = l;
-    if (!NUM_HEADS) return ops->router(m, num_tokens, l, m->state.x);
-    TRY(ops->norm(m, num_tokens, m->state.normed, m->state.x, layer->attention_norm));
+    if (!NUM_HEADS) return ops->router(m, num_tokens, l, s->x);
+    TRY(ops->norm(m, num_tokens, s->normed, s->x, layer->attention_norm, layer->attention_norm_bias));
     TRY(ops->qkv(m, num_tokens, layer));
+    if (ATTENTION_KIND != ATTENTION_GQA) TRY(ops->queries(m, num_tokens, l));
     TRY(ops->rope(m, num_tokens, l));
     TRY(ops->attention(m, num_tokens, l));
     TRY(ops->attention_out(m, num_tokens, layer));
-    TRY(ops->norm(m, num_tokens, m->state.normed, m->state.x, layer->ffn_norm));
-    return ops->router(m, num_tokens, l, m->state.normed);
+    TRY(ops->norm(m, num_tokens, s->normed, s->x, layer->ffn_norm, layer->ffn_norm_bias));
+    return layer->router ? ops->router(m, num_tokens, l, s->normed) : 0;
 }
 
-/* The chosen experts, up to the layer's output. */
+/* The chosen experts and the mlp that every token takes, up to the layer's output. */
 static int experts(Model *m, int num_tokens, int l) {
     const Ops *ops = m->ops;
     const Layer *layer = &m->weights.layers[l];
+    const float *input = NUM_HEADS ? m->state.normed : m->state.x;
     m->layer = l;
-    TRY(ops->experts_up(m, num_tokens, layer, NUM_HEADS ? m->state.normed : m->state.x));
-    TRY(ops->experts_down(m, num_tokens, layer));
-    return ops->combine(m, num_tokens, NUM_HEADS > 0);
+    if (layer->mlp_up) TRY(ops->mlp(m, num_tokens, layer, input));
+    if (layer->router) {
+        TRY(ops->experts_up(m, num_tokens, layer, input));
+        TRY(ops->experts_down(m, num_tokens, layer));
+    }
+    return ops->combine(m, num_tokens, layer, NUM_HEADS > 0);
 }
 
 int colibri_forward_part(void *model, int num_tokens, int num_logits, int part) {
@@ -62,15 +68,17 @@ int colibri_run_op(void *model, const char *op, int num_rows, int l) {
 #define OP(name, ...) if (strcmp(op, #name) == 0) return ops->name(m, num_rows, ##__VA_ARGS__);
     OP(begin)
     OP(embed)
-    OP(norm, m->state.normed, m->state.x, layer->ffn_norm)
+    OP(norm, m->state.normed, m->state.x, layer->ffn_norm, layer->ffn_norm_bias)
     OP(qkv, layer)
+    OP(queries, l)
     OP(rope, l)
     OP(attention, l)
     OP(attention_out, layer)
     OP(router, l, input)
+    OP(mlp, layer, input)
     OP(experts_up, layer, input)
     OP(experts_down, layer)
-    OP(combine, NUM_HEADS > 0)
+    OP(combine, layer, NUM_HEADS > 0)
     OP(gather_norm)
     OP(lm_head)
     OP(sample)

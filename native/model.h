@@ -53,11 +53,13 @@ typedef struct Batch {
  * x is the residual stream, and a bare MoE stack's input and output. */
 #define STATE_BUFFERS(B) \
     B(key_cache,        float,    num_layers * num_slots * NUM_KV_HEADS, MAX_SEQ_LEN * HEAD_DIM) \
-    B(value_cache,      float,    num_layers * num_slots * NUM_KV_HEADS, MAX_SEQ_LEN * HEAD_DIM) \
+    B(value_cache,      float,    num_layers * num_slots * NUM_KV_HEADS, MAX_SEQ_LEN * V_HEAD_DIM) \
     B(x,                float,    MAX_TOKENS, HIDDEN) \
     B(normed,           float,    MAX_TOKENS, HIDDEN) \
-    B(qkv,              float,    MAX_TOKENS, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) \
-    B(attention,        float,    MAX_TOKENS, NUM_HEADS * HEAD_DIM) \
+    B(qkv,              float,    MAX_TOKENS, QKV_ROWS) \
+    B(q,                float,    MAX_TOKENS, OWN_Q * NUM_HEADS * HEAD_DIM) \
+    B(kv,               float,    MAX_TOKENS, KV_B_ROWS)  /* each head's k but for the rotated part, then each head's v */ \
+    B(attention,        float,    MAX_TOKENS, NUM_HEADS * V_HEAD_DIM) \
     B(router_logits,    float,    MAX_TOKENS, NUM_EXPERTS) \
     B(expert_ids,       int32_t,  MAX_TOKENS, K)  /* best first */ \
     B(expert_weights,   float,    MAX_TOKENS, K) \
@@ -67,6 +69,8 @@ typedef struct Batch {
     B(num_active,       int32_t,  1, 1) \
     B(expert_mid,       float,    MAX_TOKENS * K, FFN)    /* row token * K + slot */ \
     B(expert_out,       float,    MAX_TOKENS * K, HIDDEN) /* row token * K + slot */ \
+    B(mlp_mid,          float,    MAX_TOKENS, MLP_FFN)    /* rows of the layer's own width */ \
+    B(mlp_out,          float,    MAX_TOKENS, HIDDEN * (MLP_FFN > 0)) \
     B(logits,           float,    MAX_TOKENS, VOCAB_SIZE) \
     B(routed_tokens,    uint64_t, num_layers, NUM_EXPERTS) /* assignments since the start */ \
     B(experts_read,     uint64_t, 1, 1)                    /* sum of num_active since the start */

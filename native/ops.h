@@ -11,28 +11,34 @@
 typedef struct Ops {
     const char *(*name)(void);          /* "host avx2", "host portable", "cuda sm_90" */
     int64_t (*scratch_bytes)(void);
+    int (*check)(const Model *m);           /* once a model: whether the backend can do all that its header asks for */
     int (*begin)(Model *m, int num_tokens); /* once a step, before the first op */
-    /* x[t] = embed[tokens[t]] */
+    /* x[t] = embed[tokens[t]] * embedding_multiplier */
     int (*embed)(Model *m, int num_tokens);
-    /* out[t] = x[t] * rsqrt(mean(x[t]^2) + norm_eps) * weight; rows of HIDDEN */
-    int (*norm)(Model *m, int num_tokens, float *out, const float *x, const float *weight);
-    /* qkv[t] = qkv_weight normed[t] */
+    /* out[t] = the norm of x[t] times weight plus bias (NULL: none); rows of HIDDEN */
+    int (*norm)(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
+    /* qkv[t] = qkv_weight normed[t] + bias */
     int (*qkv)(Model *m, int num_tokens, const Layer *layer);
-    /* rotates q and k in qkv by position, then stores k and v at (layer, slot, kv head, position) of the caches */
+    /* q[t] and kv[t], where qkv[t] is not all: LATENT from the latents in it, MOA by the experts that normed[t] chooses */
+    int (*queries)(Model *m, int num_tokens, int layer);
+    /* norms, clips and rotates q and k, then stores k and v at (layer, slot, kv head, position) of the caches */
     int (*rope)(Model *m, int num_tokens, int layer);
-    /* attention[t] = softmax(q k / sqrt(head_dim)) v over positions 0..positions[t] of the token's slot */
+    /* attention[t] = softmax(attention_scale q k) v over the positions of the token's slot that it sees */
     int (*attention)(Model *m, int num_tokens, int layer);
-    /* x[t] += attention_out attention[t] */
+    /* x[t] += residual_multiplier * (attention_out attention[t] + bias); MOA: the sum over the chosen experts' outputs */
     int (*attention_out)(Model *m, int num_tokens, const Layer *layer);
     /* router_logits of `input` rows, then everything that routing yields: ids, weights, offsets, assignments, active experts, totals */
     int (*router)(Model *m, int num_tokens, int layer, const float *input);
+    /* mlp_out = mlp_down (activation(gate input) * up input), times sigmoid(shared_gate . input) where the layer has one */
+    int (*mlp)(Model *m, int num_tokens, const Layer *layer, const float *input);
     /* expert_mid = activation(gate input) * up input, for each assignment */
     int (*experts_up)(Model *m, int num_tokens, const Layer *layer, const float *input);
     /* expert_out = down expert_mid */
     int (*experts_down)(Model *m, int num_tokens, const Layer *layer);
-    /* x[t] = (residual ? x[t] : 0) + sum over slots, in order, of expert_weights * expert_out */
-    int (*combine)(Model *m, int num_tokens, int residual);
-    /* logits[i] = lm_head normed[i], where norm has put row logit_rows[i] of x at normed[i] */
+    /* x[t] = (residual ? x[t] : 0) + residual_multiplier * (sum over slots, in order, of expert_weights * expert_out,
+     * then mlp_out, then ffn_out_bias, as far as the layer has them) */
+    int (*combine)(Model *m, int num_tokens, const Layer *layer, int residual);
+    /* normed[i] = the final norm of row logit_rows[i] of x; logits[i] = (lm_head normed[i] + bias) * logits_multiplier */
     int (*gather_norm)(Model *m, int num_logits);
     int (*lm_head)(Model *m, int num_logits);
     /* sampled[i] from logits[i]: greedy takes the lowest index among equals */

@@ -21,7 +21,7 @@ static_assert(WEIGHT_DTYPE != DTYPE_F32, "CUDA runs f16 and bf16 weights; conver
 /* The ops, named as in ops.h. */
 int cuda_begin(Model *m, int num_tokens);
 int cuda_embed(Model *m, int num_tokens);
-int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight);
+int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
 int cuda_qkv(Model *m, int num_tokens, const Layer *layer);
 int cuda_rope(Model *m, int num_tokens, int layer);
 int cuda_attention(Model *m, int num_tokens, int layer);
@@ -29,7 +29,7 @@ int cuda_attention_out(Model *m, int num_tokens, const Layer *layer);
 int cuda_router(Model *m, int num_tokens, int layer, const float *input);
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
 int cuda_experts_down(Model *m, int num_tokens, const Layer *layer);
-int cuda_combine(Model *m, int num_tokens, int residual);
+int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual);
 int cuda_gather_norm(Model *m, int num_logits);
 int cuda_lm_head(Model *m, int num_logits);
 int cuda_sample(Model *m, int num_logits);

@@ -333,7 +333,7 @@ int cuda_experts_down(Model *m, int num_tokens, const Layer *layer) {
                                moe(m)->down_partials[0][0]);
 }
 
-int cuda_combine(Model *m, int num_tokens, int residual) {
+int cuda_combine(Model *m, int num_tokens, const Layer *, int residual) {
     dim3 grid(ceil_div(HIDDEN, 128), num_tokens);
     return launch(m, "combine", combine_kernel, grid, 128, 0, m->state.x, m->state.expert_out,
                   m->state.expert_weights, device_batch(m), residual);

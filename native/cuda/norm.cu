@@ -42,7 +42,7 @@ norm_kernel(float *out, const float *x, const float *weight, const int *num_rows
 
 } // namespace
 
-int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight) {
+int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *) {
     return launch(m, "norm", norm_kernel, num_tokens, THREADS, 0, out, x, weight, &device_batch(m)->num_tokens,
                   nullptr, m->header.norm_eps);
 }

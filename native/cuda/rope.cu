@@ -11,11 +11,6 @@ constexpr int THREADS = 128;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = (NUM_HEADS + 2 * NUM_KV_HEADS) * HALF; /* a token */
 
-/* In double, since an angle's rounding would grow with the position; made on the host, where pow is cheap. */
-struct Frequencies {
-    double turns[HALF]; /* a position */
-};
-
 /* Row `position` of kv head `head` of the token's slot, in either cache. */
 __device__ float *cache_row(float *cache, int layer, int num_slots, int slot, int head, int position) {
     int64_t timeline = ((int64_t)layer * num_slots + slot) * NUM_KV_HEADS + head;
@@ -23,7 +18,7 @@ __device__ float *cache_row(float *cache, int layer, int num_slots, int slot, in
 }
 
 __global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch *batch, int layer, int num_slots,
-                            __grid_constant__ const Frequencies frequencies) {
+                            const float *frequencies) {
     pdl_wait();
     pdl_trigger();
     int token = blockIdx.x, pair = blockIdx.y * THREADS + threadIdx.x;
@@ -33,7 +28,7 @@ __global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch 
     float low = row[i], high = row[i + HALF];
     if (ROPE_KIND == ROPE_DEFAULT && head < NUM_HEADS + NUM_KV_HEADS) {
         float sine, cosine, x = low;
-        double turns = position * frequencies.turns[i];
+        double turns = position * (frequencies[i] * (0.5 / M_PI)); /* an angle's rounding would grow with the position */
         sincospif(2.0f * (float)(turns - rint(turns)), &sine, &cosine);
         low = x * cosine - high * sine;
         high = high * cosine + x * sine;
@@ -50,12 +45,9 @@ __global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch 
 } // namespace
 
 int cuda_rope(Model *m, int num_tokens, int layer) {
-    Frequencies frequencies;
-    for (int i = 0; i < HALF; i++)
-        frequencies.turns[i] = std::pow((double)m->header.rope_theta, -2.0 * i / HEAD_DIM) / (2.0 * M_PI);
     return launch(m, "rope", rope_kernel, dim3(num_tokens, ceil_div(PAIRS, THREADS)), THREADS, 0, m->state.qkv,
                   m->state.key_cache, m->state.value_cache, device_batch(m), layer, m->num_slots,
-                  frequencies);
+                  m->weights.rope_frequencies);
 }
 
 #endif

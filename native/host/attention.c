@@ -3,7 +3,9 @@
 typedef struct Attention {
     const Model *model;
     const Kernels *kernels;
+    const Layer *weights;
     int layer;
+    int window; /* 0: none */
 } Attention;
 
 /* 1 in a model without attention, where nothing calls this: so that nothing divides by zero. */
@@ -14,19 +16,51 @@ static void attend_item(const void *job, long item) {
     const Attention *a = job;
     const Model *m = a->model;
     int64_t t = item / KV_HEADS;
-    int kv_head = item % KV_HEADS;
+    int kv_head = item % KV_HEADS, position = m->batch->positions[t];
+    int first = a->window && position >= a->window ? position - a->window + 1 : 0;
     int64_t cache_head = ((int64_t)a->layer * m->num_slots + m->batch->slots[t]) * NUM_KV_HEADS + kv_head;
-    int64_t at = cache_head * MAX_SEQ_LEN * HEAD_DIM;
-    for (int head = kv_head * GROUP; head < (kv_head + 1) * GROUP; head++)
-        a->kernels->attend(m->state.attention + (t * NUM_HEADS + head) * HEAD_DIM,
-                           m->state.qkv + (t * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM,
-                           m->state.key_cache + at, m->state.value_cache + at, m->batch->positions[t] + 1);
+    int64_t row = cache_head * MAX_SEQ_LEN + first;
+    for (int i = 0; i < GROUP; i++) {
+        int head = ATTENTION_KIND == ATTENTION_MOA ? i * KV_HEADS + kv_head : kv_head * GROUP + i;
+        a->kernels->attend(m->state.attention + (t * NUM_HEADS + head) * V_HEAD_DIM, q_row(m, t) + head * HEAD_DIM,
+                           m->state.key_cache + row * HEAD_DIM, m->state.value_cache + row * V_HEAD_DIM,
+                           position - first + 1, m->header.attention_scale, SINKS ? a->weights->sinks + head : NULL);
+    }
 }
 
 int host_attention(Model *m, int num_tokens, int layer) {
-    Attention attention = {m, host_kernels(), layer};
+    int window = layer_bit(m->header.window_layers, layer) ? (int)m->header.window : 0;
+    Attention attention = {m, host_kernels(), &m->weights.layers[layer], layer, window};
     double cost = 0;
-    for (int t = 0; t < num_tokens; t++) cost += 2.0 * (m->batch->positions[t] + 1) * NUM_HEADS * HEAD_DIM;
+    for (int t = 0; t < num_tokens; t++) {
+        int positions = m->batch->positions[t] + 1;
+        cost += (double)(window && positions > window ? window : positions) * NUM_HEADS * (HEAD_DIM + V_HEAD_DIM);
+    }
     parallel_for(m->num_threads, (long)num_tokens * NUM_KV_HEADS, cost, attend_item, &attention);
+    return 0;
+}
+
+/* MOA's output matrices, an expert a slot: expert_out of the query heads that this expert made. */
+static void moa_out(Model *m, const Layer *layer) {
+    Product p = host_grouped(m);
+    p.panels = layer->attention_experts_out;
+    p.input = m->state.attention;
+    p.input_divisor = 1;
+    p.output = m->state.expert_out;
+    p.columns = NUM_KV_HEADS * HEAD_DIM;
+    p.outputs = HIDDEN;
+    host_product(m, &p);
+}
+
+int host_attention_out(Model *m, int num_tokens, const Layer *layer) {
+    if (ATTENTION_KIND == ATTENTION_MOA) {
+        moa_out(m, layer);
+        host_add_up(m, num_tokens, 1, K, NULL, layer->attention_out_bias);
+        return 0;
+    }
+    host_dense(m, num_tokens, (Product){
+        .panels = layer->attention_out, .input = m->state.attention, .output = m->state.x,
+        .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = layer->attention_out_bias,
+        .scale = m->header.residual_multiplier, .epilogue = ADD});
     return 0;
 }

@@ -1,15 +1,19 @@
-/* The experts of a layer: two grouped products and the sum over a token's experts. */
+/* The experts of a layer: two grouped products, the mlp that every token takes, and the sum of a token's parts. */
+#include <math.h>
+
 #include "host.h"
 
-static Product grouped(const Model *m) {
+Product host_grouped(const Model *m) {
     return (Product){.num_experts = NUM_EXPERTS, .num_active = *m->state.num_active, .active = m->state.active_experts,
-                     .offsets = m->state.expert_offsets, .assignments = m->state.assignments};
+                     .offsets = m->state.expert_offsets, .assignments = m->state.assignments,
+                     .panel_outputs = PANEL_ROWS, .scale = 1};
 }
 
 int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
     (void)num_tokens; /* the offsets count them */
-    Product p = grouped(m);
+    Product p = host_grouped(m);
     p.panels = layer->experts_up;
+    p.bias = EXPERT_BIAS ? layer->experts_up_bias : NULL;
     p.input = input;
     p.input_divisor = K;
     p.output = m->state.expert_mid;
@@ -23,37 +27,73 @@ int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *i
 
 int host_experts_down(Model *m, int num_tokens, const Layer *layer) {
     (void)num_tokens;
-    Product p = grouped(m);
+    Product p = host_grouped(m);
     p.panels = layer->experts_down;
+    p.bias = EXPERT_BIAS ? layer->experts_down_bias : NULL;
     p.input = m->state.expert_mid;
     p.input_divisor = 1;
     p.output = m->state.expert_out;
     p.columns = FFN;
     p.outputs = HIDDEN;
-    p.panel_outputs = PANEL_ROWS;
     host_product(m, &p);
     return 0;
 }
 
-typedef struct Combine {
-    const Model *model;
-    int residual;
-} Combine;
+typedef struct Gate {
+    const float *gate, *input; /* (HIDDEN), (*, HIDDEN) */
+    float *rows;               /* (*, HIDDEN), each times sigmoid(gate . its input) */
+} Gate;
 
-static void combine_token(const void *job, long t) {
-    const Combine *combine = job;
-    const State *s = &combine->model->state;
-    const float *weight = s->expert_weights + t * K, *out = s->expert_out + t * K * HIDDEN;
-    float *x = s->x + t * HIDDEN;
+static void gate_row(const void *job, long t) {
+    const Gate *g = job;
+    double sum = 0;
+    for (int i = 0; i < HIDDEN; i++) sum += (double)g->gate[i] * g->input[t * HIDDEN + i];
+    float weight = 1.0f / (1.0f + expf(-(float)sum));
+    for (int i = 0; i < HIDDEN; i++) g->rows[t * HIDDEN + i] *= weight;
+}
+
+int host_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    const int ffn = layer->router ? SHARED_FFN : DENSE_FFN;
+    host_dense(m, num_tokens, (Product){
+        .panels = layer->mlp_up, .input = input, .output = m->state.mlp_mid, .columns = HIDDEN, .outputs = ffn,
+        .epilogue = ACTIVATE});
+    host_dense(m, num_tokens, (Product){
+        .panels = layer->mlp_down, .input = m->state.mlp_mid, .output = m->state.mlp_out, .columns = ffn,
+        .outputs = HIDDEN, .scale = 1});
+    Gate gate = {layer->shared_gate, input, m->state.mlp_out};
+    if (layer->shared_gate) parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * HIDDEN, gate_row, &gate);
+    return 0;
+}
+
+typedef struct Sum {
+    const Model *model;
+    int residual, num_slots;
+    const float *mlp_out, *bias; /* (*, HIDDEN), (HIDDEN), or NULL */
+} Sum;
+
+static void add_up_token(const void *job, long t) {
+    const Sum *s = job;
+    const State *state = &s->model->state;
+    const float *weight = state->expert_weights + t * K, *out = state->expert_out + t * K * HIDDEN;
+    const float multiplier = s->model->header.residual_multiplier;
+    float *x = state->x + t * HIDDEN;
     for (int i = 0; i < HIDDEN; i++) {
-        float sum = weight[0] * out[i];
-        for (int slot = 1; slot < K; slot++) sum += weight[slot] * out[(int64_t)slot * HIDDEN + i];
-        x[i] = combine->residual ? x[i] + sum : sum;
+        float sum = s->num_slots ? weight[0] * out[i] : 0.0f;
+        for (int slot = 1; slot < s->num_slots; slot++) sum += weight[slot] * out[(int64_t)slot * HIDDEN + i];
+        if (s->mlp_out) sum += s->mlp_out[t * HIDDEN + i];
+        if (s->bias) sum += s->bias[i];
+        sum *= multiplier;
+        x[i] = s->residual ? x[i] + sum : sum;
     }
 }
 
-int host_combine(Model *m, int num_tokens, int residual) {
-    Combine combine = {m, residual};
-    parallel_for(m->num_threads, num_tokens, (double)num_tokens * K * HIDDEN, combine_token, &combine);
+void host_add_up(const Model *m, int num_tokens, int residual, int num_slots, const float *mlp_out, const float *bias) {
+    Sum sum = {m, residual, num_slots, mlp_out, bias};
+    parallel_for(m->num_threads, num_tokens, (double)num_tokens * (num_slots + 1) * HIDDEN, add_up_token, &sum);
+}
+
+int host_combine(Model *m, int num_tokens, const Layer *layer, int residual) {
+    host_add_up(m, num_tokens, residual, layer->router ? K : 0, layer->mlp_up ? m->state.mlp_out : NULL,
+                layer->ffn_out_bias);
     return 0;
 }

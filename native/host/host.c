@@ -33,7 +33,9 @@ static const char *name(void) {
     return kernels ? kernels->path : NULL;
 }
 
-static int64_t scratch_bytes(void) { return (int64_t)sizeof(float) * MAX_TOKENS * HEAD_DIM; }
+static int64_t scratch_bytes(void) { return (int64_t)sizeof(float) * MAX_TOKENS * ROTARY_DIM; }
+
+static int check(const Model *m) { return (void)m, 0; }
 
 #define CHECK_RANGE(array, i, limit, fix)                                                                \
     if (b->array[i] < 0 || b->array[i] >= (limit))                                                       \
@@ -78,13 +80,15 @@ int host_embed(Model *m, int num_tokens) {
         int token = m->batch->tokens[t];
         const weight_t *panel = m->weights.embed + (int64_t)(token / PANEL_ROWS) * HIDDEN * PANEL_ROWS;
         for (int i = 0; i < HIDDEN; i++)
-            m->state.x[(int64_t)t * HIDDEN + i] = to_float(panel[(int64_t)i * PANEL_ROWS + token % PANEL_ROWS]);
+            m->state.x[(int64_t)t * HIDDEN + i] =
+                to_float(panel[(int64_t)i * PANEL_ROWS + token % PANEL_ROWS]) * m->header.embedding_multiplier;
     }
     return 0;
 }
 
 const Ops host_ops = {
-    .name = name, .scratch_bytes = scratch_bytes, .begin = host_begin, .embed = host_embed, .norm = host_norm,
-    .qkv = host_qkv, .rope = host_rope, .attention = host_attention, .attention_out = host_attention_out,
-    .router = host_router, .experts_up = host_experts_up, .experts_down = host_experts_down,
-    .combine = host_combine, .gather_norm = host_gather_norm, .lm_head = host_lm_head, .sample = host_sample};
+    .name = name, .scratch_bytes = scratch_bytes, .check = check, .begin = host_begin, .embed = host_embed,
+    .norm = host_norm, .qkv = host_qkv, .queries = host_queries, .rope = host_rope, .attention = host_attention,
+    .attention_out = host_attention_out, .router = host_router, .mlp = host_mlp, .experts_up = host_experts_up,
+    .experts_down = host_experts_down, .combine = host_combine, .gather_norm = host_gather_norm,
+    .lm_head = host_lm_head, .sample = host_sample};

@@ -3,6 +3,7 @@
 #ifndef HOST_H
 #define HOST_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "colibri.h"
@@ -23,11 +24,15 @@ typedef struct Kernels {
     void (*float_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
                           PanelSums *sums);
     /* experts_up's activation, in place: PANEL_ROWS values, or with gated experts half as many of the pairs */
-    void (*activate)(float *sums);
-    /* out = x * rsqrt(mean(x^2) + eps) * weight; (HIDDEN) each */
-    void (*norm)(float *out, const float *x, const float *weight, float eps);
-    /* out = softmax(keys q / sqrt(head_dim)) values; q, out (HEAD_DIM), keys, values (num_positions, HEAD_DIM) */
-    void (*attend)(float *out, const float *q, const float *keys, const float *values, int num_positions);
+    void (*activate)(float *sums, const BinHeader *header);
+    /* out = x * rsqrt(mean(x^2) + eps) * weight; (length) each; may be in place */
+    void (*rms_norm)(float *out, const float *x, const float *weight, float eps, int length);
+    /* the same of x - mean(x), plus bias unless it is NULL */
+    void (*layer_norm)(float *out, const float *x, const float *weight, const float *bias, float eps, int length);
+    /* out = softmax(scale * keys q) values; q (HEAD_DIM), out (V_HEAD_DIM), keys (num_positions, HEAD_DIM), values
+     * (num_positions, V_HEAD_DIM). sink: a logit that joins the softmax and takes no value, or NULL */
+    void (*attend)(float *out, const float *q, const float *keys, const float *values, int num_positions, float scale,
+                   const float *sink);
     /* the sum of `words` 32-bit words, modulo 2^32 */
     uint32_t (*read_sum)(const uint32_t *data, int64_t words);
     /* runs so many times through independent fused multiply-adds; the number of multiply-adds done */
@@ -52,12 +57,15 @@ typedef struct Product {
     const float *input;         /* (*, columns) */
     float *output;              /* (*, outputs) */
     int columns;
+    int input_stride;           /* of input's rows; 0: columns */
     int outputs;                /* values of one output row */
     int panel_outputs;          /* of which one panel makes so many */
     int num_experts;            /* in panels */
     int num_active;
     const int32_t *active;      /* (num_active) experts */
     const int32_t *offsets;     /* expert e has rows offsets[e] .. offsets[e + 1] */
+    const float *bias;          /* (experts, outputs), of a gated product (experts, gate then up); NULL: none */
+    float scale;                /* STORE, ADD: of the sum and its bias */
     const int32_t *assignments; /* row r's output row, and its input row after division by input_divisor; NULL: r */
     int input_divisor;
     enum { STORE, ADD, ACTIVATE } epilogue;
@@ -67,20 +75,34 @@ typedef struct Product {
 void host_product(const Model *m, const Product *product);
 /* output[i] = matrix input[i] of a matrix (outputs, columns) that is no expert's, for i < num_rows */
 void host_dense(const Model *m, int num_rows, Product product);
+/* The product's fields that follow from the last routing. */
+Product host_grouped(const Model *m);
+/* Ids, weights and assignments from `router` (NUM_EXPERTS, HIDDEN) and, where not NULL, its two biases. */
+int host_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
+               const float *correction);
+/* x[t] = (residual ? x[t] : 0) + residual_multiplier * (sum over slots [+ mlp_out] [+ bias]) */
+void host_add_up(const Model *m, int num_tokens, int residual, int num_slots, const float *mlp_out, const float *bias);
 
-static inline float *rope_table(const Model *m) { return m->state.scratch; } /* (MAX_TOKENS, cos and sin, HEAD_DIM/2) */
+static inline float *rope_table(const Model *m) { return m->state.scratch; } /* (MAX_TOKENS, cos and sin, ROTARY_DIM/2) */
+/* Token t's query heads (NUM_HEADS, HEAD_DIM). */
+static inline float *q_row(const Model *m, int64_t t) {
+    return OWN_Q ? m->state.q + t * NUM_HEADS * HEAD_DIM : m->state.qkv + t * QKV_ROWS;
+}
+static inline int layer_bit(const uint32_t *mask, int layer) { return mask[layer / 32] >> layer % 32 & 1; }
 
 int host_begin(Model *m, int num_tokens);
 int host_embed(Model *m, int num_tokens);
-int host_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight);
+int host_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
 int host_qkv(Model *m, int num_tokens, const Layer *layer);
+int host_queries(Model *m, int num_tokens, int layer);
 int host_rope(Model *m, int num_tokens, int layer);
 int host_attention(Model *m, int num_tokens, int layer);
 int host_attention_out(Model *m, int num_tokens, const Layer *layer);
 int host_router(Model *m, int num_tokens, int layer, const float *input);
+int host_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
 int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
 int host_experts_down(Model *m, int num_tokens, const Layer *layer);
-int host_combine(Model *m, int num_tokens, int residual);
+int host_combine(Model *m, int num_tokens, const Layer *layer, int residual);
 int host_gather_norm(Model *m, int num_logits);
 int host_lm_head(Model *m, int num_logits);
 int host_sample(Model *m, int num_logits);

@@ -176,13 +176,23 @@ INLINE vec activation(vec x) {
     return x / (1.0f + exponential(-x, splat(0.0f)));
 }
 
-static void activate(float *sums) {
+/* The clamped SwiGLU's product of a gate and an up value. */
+INLINE vec clamped(vec gate, vec up, const BinHeader *h) {
+    vec limit = splat(h->swiglu_limit);
+    gate = choose(gate > limit, limit, gate);
+    up = choose(up > limit, limit, choose(up < -limit, -limit, up));
+    return gate / (1.0f + exponential(-h->swiglu_alpha * gate, splat(0.0f))) * (up + 1.0f);
+}
+
+static void activate(float *sums, const BinHeader *header) {
     for (int i = 0; i < PANEL_ROWS; i += LANES) {
         if (!GATED) {
             store(sums + i, activation(load(sums + i)));
         } else if (i % (2 * GATE_GROUP) < GATE_GROUP) {
             int out = i / (2 * GATE_GROUP) * GATE_GROUP + i % GATE_GROUP;
-            store(sums + out, activation(load(sums + i)) * load(sums + i + GATE_GROUP));
+            vec gate = load(sums + i), up = load(sums + i + GATE_GROUP);
+            int is_clamped = ACTIVATION == ACTIVATION_CLAMPED_SWIGLU;
+            store(sums + out, is_clamped ? clamped(gate, up, header) : activation(gate) * up);
         }
     }
 }
@@ -204,35 +214,46 @@ INLINE float dot(const float *a, const float *b, int n) {
     return total;
 }
 
-static void norm(float *out, const float *x, const float *weight, float eps) {
-    float scale = 1.0f / sqrtf(dot(x, x, HIDDEN) / HIDDEN + eps);
-    for (int i = 0; i < HIDDEN; i++) out[i] = x[i] * scale * weight[i];
+static void rms_norm(float *out, const float *x, const float *weight, float eps, int length) {
+    float scale = 1.0f / sqrtf(dot(x, x, length) / length + eps);
+    for (int i = 0; i < length; i++) out[i] = x[i] * scale * weight[i];
+}
+
+/* In two passes: the variance of a row whose mean is large against it would drown in one. */
+static void layer_norm(float *out, const float *x, const float *weight, const float *bias, float eps, int length) {
+    double sum = 0;
+    for (int i = 0; i < length; i++) sum += x[i];
+    float mean = (float)(sum / length);
+    for (int i = 0; i < length; i++) out[i] = x[i] - mean;
+    float scale = 1.0f / sqrtf(dot(out, out, length) / length + eps);
+    for (int i = 0; i < length; i++) out[i] = out[i] * scale * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
 /* Softmax as it goes, a block of positions after another, so that any context fits into a fixed buffer. */
-static void attend(float *out, const float *q, const float *keys, const float *values, int num_positions) {
+static void attend(float *out, const float *q, const float *keys, const float *values, int num_positions, float scale,
+                   const float *sink) {
     enum { BLOCK = 64 };
-    float score[BLOCK], largest = -INFINITY, total = 0, inverse_root = 1.0f / sqrtf(HEAD_DIM);
-    memset(out, 0, sizeof(float) * HEAD_DIM);
+    float score[BLOCK], largest = sink ? *sink : -INFINITY, total = sink ? 1.0f : 0.0f;
+    memset(out, 0, sizeof(float) * V_HEAD_DIM);
     for (int first = 0; first < num_positions; first += BLOCK) {
         int count = num_positions - first < BLOCK ? num_positions - first : BLOCK;
         float before = largest;
         for (int i = 0; i < count; i++) {
-            score[i] = dot(q, keys + (int64_t)(first + i) * HEAD_DIM, HEAD_DIM) * inverse_root;
+            score[i] = dot(q, keys + (int64_t)(first + i) * HEAD_DIM, HEAD_DIM) * scale;
             if (score[i] > largest) largest = score[i];
         }
         for (int i = count; i < BLOCK; i++) score[i] = -INFINITY;
         for (int i = 0; i < BLOCK; i += LANES) store(score + i, exponential(load(score + i) - largest, splat(0.0f)));
         float shrink = expf(before - largest);
         total *= shrink;
-        for (int d = 0; d < HEAD_DIM; d++) out[d] *= shrink;
+        for (int d = 0; d < V_HEAD_DIM; d++) out[d] *= shrink;
         for (int i = 0; i < count; i++) {
-            const float *value = values + (int64_t)(first + i) * HEAD_DIM;
+            const float *value = values + (int64_t)(first + i) * V_HEAD_DIM;
             total += score[i];
-            for (int d = 0; d < HEAD_DIM; d++) out[d] += score[i] * value[d];
+            for (int d = 0; d < V_HEAD_DIM; d++) out[d] += score[i] * value[d];
         }
     }
-    for (int d = 0; d < HEAD_DIM; d++) out[d] /= total;
+    for (int d = 0; d < V_HEAD_DIM; d++) out[d] /= total;
 }
 
 static uint32_t read_sum(const uint32_t *data, int64_t words) {
@@ -260,4 +281,4 @@ static int64_t fma_loop(int64_t iterations) {
 }
 
 #define KERNELS(name, path) \
-    const Kernels name = {path, weight_product, float_product, activate, norm, attend, read_sum, fma_loop}
+    const Kernels name = {path, weight_product, float_product, activate, rms_norm, layer_norm, attend, read_sum, fma_loop}

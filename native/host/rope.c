@@ -1,46 +1,122 @@
+/* From a row of qkv to queries, and to keys and values in the caches. */
 #include <math.h>
 #include <string.h>
 
 #include "host.h"
 
+#define HALF (ROTARY_DIM / 2)
+
 /* Cosines and sines of this step's positions, once for all layers. The angle is taken in double: a rounding of it
  * would grow with the position. */
 void host_fill_rope_table(const Model *m, int num_tokens) {
-    const int half = HEAD_DIM / 2;
-    float *row = rope_table(m);
-    double frequency[HEAD_DIM / 2 + 1];
-    for (int i = 0; i < half; i++) frequency[i] = pow(m->header.rope_theta, -(double)i / half);
-    for (int t = 0; t < num_tokens; t++, row += HEAD_DIM)
-        for (int i = 0; i < half; i++) {
-            double angle = m->batch->positions[t] * frequency[i];
-            row[i] = (float)cos(angle);
-            row[half + i] = (float)sin(angle);
+    float *row = rope_table(m), factor = m->header.rope_attention_factor;
+    for (int t = 0; t < num_tokens; t++, row += ROTARY_DIM)
+        for (int i = 0; i < HALF; i++) {
+            double angle = m->batch->positions[t] * (double)m->weights.rope_frequencies[i];
+            row[i] = (float)cos(angle) * factor;
+            row[HALF + i] = (float)sin(angle) * factor;
         }
 }
 
 static void rotate(float *head, const float *table) {
-    const float *cosine = table, *sine = table + HEAD_DIM / 2;
-    for (int i = 0; i < HEAD_DIM / 2; i++) {
-        float a = head[i], b = head[i + HEAD_DIM / 2];
+    const float *cosine = table, *sine = table + HALF;
+    for (int i = 0; i < HALF; i++) {
+        float a = head[i], b = head[i + HALF];
         head[i] = a * cosine[i] - b * sine[i];
-        head[i + HEAD_DIM / 2] = b * cosine[i] + a * sine[i];
+        head[i + HALF] = b * cosine[i] + a * sine[i];
+    }
+}
+
+typedef struct Rope {
+    const Model *model;
+    const Kernels *kernels;
+    const Layer *weights;
+    int layer;
+} Rope;
+
+/* `heads` heads side by side: normed, clipped, rotated. */
+static void prepare(const Rope *r, float *row, int heads, const float *norm, const float *table) {
+    const BinHeader *h = &r->model->header;
+    if (QK_NORM == QK_NORM_ALL && norm) r->kernels->rms_norm(row, row, norm, h->norm_eps, heads * HEAD_DIM);
+    for (int head = 0; head < heads; head++, row += HEAD_DIM) {
+        if (QK_NORM == QK_NORM_HEAD && norm) r->kernels->rms_norm(row, row, norm, h->norm_eps, HEAD_DIM);
+        for (int i = 0; h->clip_qkv > 0 && i < HEAD_DIM; i++)
+            row[i] = fminf(fmaxf(row[i], -h->clip_qkv), h->clip_qkv);
+        if (ROPE_KIND == ROPE_DEFAULT && table) rotate(row, table);
+    }
+}
+
+static void rope_token(const void *job, long t) {
+    const Rope *r = job;
+    const Model *m = r->model;
+    const float *table = rope_table(m) + t * ROTARY_DIM;
+    float *row = m->state.qkv + t * QKV_ROWS, *k = row + QKV_ROWS - 2 * NUM_KV_HEADS * HEAD_DIM;
+    float *v = k + NUM_KV_HEADS * HEAD_DIM;
+    prepare(r, q_row(m, t), NUM_HEADS, r->weights->q_norm, table);
+    if (ATTENTION_KIND == ATTENTION_LATENT) {
+        rotate(row + QKV_ROWS - ROTARY_DIM, table); /* one for all heads */
+        k = m->state.kv + t * KV_B_ROWS;
+        v = k + NUM_HEADS * NOPE_DIM;
+    } else {
+        prepare(r, k, NUM_KV_HEADS, r->weights->k_norm, table);
+        prepare(r, v, NUM_KV_HEADS, NULL, NULL);
+    }
+    int64_t timeline = (int64_t)r->layer * m->num_slots + m->batch->slots[t];
+    for (int head = 0; head < NUM_KV_HEADS; head++) {
+        int64_t at = (timeline * NUM_KV_HEADS + head) * MAX_SEQ_LEN + m->batch->positions[t];
+        float *key = m->state.key_cache + at * HEAD_DIM;
+        if (ATTENTION_KIND == ATTENTION_LATENT) {
+            memcpy(key, row + QKV_ROWS - ROTARY_DIM, sizeof(float) * ROTARY_DIM);
+            memcpy(key + ROTARY_DIM, k + head * NOPE_DIM, sizeof(float) * NOPE_DIM);
+        } else {
+            memcpy(key, k + head * HEAD_DIM, sizeof(float) * HEAD_DIM);
+        }
+        memcpy(m->state.value_cache + at * V_HEAD_DIM, v + head * V_HEAD_DIM, sizeof(float) * V_HEAD_DIM);
     }
 }
 
 int host_rope(Model *m, int num_tokens, int layer) {
-    const Batch *b = m->batch;
-    const size_t head_bytes = sizeof(float) * HEAD_DIM;
-    for (int t = 0; t < num_tokens; t++) {
-        float *q = m->state.qkv + (int64_t)t * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM;
-        float *k = q + NUM_HEADS * HEAD_DIM, *v = k + NUM_KV_HEADS * HEAD_DIM;
-        for (int head = 0; ROPE_KIND == ROPE_DEFAULT && head < NUM_HEADS + NUM_KV_HEADS; head++)
-            rotate(q + head * HEAD_DIM, rope_table(m) + (int64_t)t * HEAD_DIM);
-        int64_t cache_head = ((int64_t)layer * m->num_slots + b->slots[t]) * NUM_KV_HEADS;
-        for (int head = 0; head < NUM_KV_HEADS; head++) {
-            int64_t at = ((cache_head + head) * MAX_SEQ_LEN + b->positions[t]) * HEAD_DIM;
-            memcpy(m->state.key_cache + at, k + head * HEAD_DIM, head_bytes);
-            memcpy(m->state.value_cache + at, v + head * HEAD_DIM, head_bytes);
-        }
+    Rope rope = {m, host_kernels(), &m->weights.layers[layer], layer};
+    parallel_for(m->num_threads, num_tokens, 4.0 * num_tokens * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, rope_token,
+                 &rope);
+    return 0;
+}
+
+/* Norms of the latents within a row of qkv, in place. */
+static void norm_latents(const void *job, long t) {
+    const Rope *r = job;
+    float eps = r->model->header.latent_norm_eps, *row = r->model->state.qkv + t * QKV_ROWS;
+    if (Q_LORA_RANK) r->kernels->rms_norm(row, row, r->weights->q_a_norm, eps, Q_LORA_RANK);
+    r->kernels->rms_norm(row + QKV_ROWS - ROTARY_DIM - KV_LORA_RANK, row + QKV_ROWS - ROTARY_DIM - KV_LORA_RANK,
+                         r->weights->kv_a_norm, eps, KV_LORA_RANK);
+}
+
+static void latent_queries(Model *m, int num_tokens, int layer) {
+    Rope rope = {m, host_kernels(), &m->weights.layers[layer], layer};
+    parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * (Q_LORA_RANK + KV_LORA_RANK), norm_latents, &rope);
+    if (Q_LORA_RANK)
+        host_dense(m, num_tokens, (Product){
+            .panels = rope.weights->q_b, .input = m->state.qkv, .input_stride = QKV_ROWS, .columns = Q_LORA_RANK,
+            .output = m->state.q, .outputs = NUM_HEADS * HEAD_DIM, .scale = 1});
+    host_dense(m, num_tokens, (Product){
+        .panels = rope.weights->kv_b, .input = m->state.qkv + QKV_ROWS - ROTARY_DIM - KV_LORA_RANK,
+        .input_stride = QKV_ROWS, .columns = KV_LORA_RANK, .output = m->state.kv, .outputs = KV_B_ROWS, .scale = 1});
+}
+
+int host_queries(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    if (ATTENTION_KIND == ATTENTION_LATENT) {
+        latent_queries(m, num_tokens, layer);
+        return 0;
     }
+    TRY(host_route(m, num_tokens, layer, m->state.normed, weights->attention_router, NULL, NULL));
+    Product p = host_grouped(m);
+    p.panels = weights->attention_experts_in;
+    p.input = m->state.normed;
+    p.input_divisor = K;
+    p.output = m->state.q; /* heads of slot 0, then of slot 1, ... */
+    p.columns = HIDDEN;
+    p.outputs = NUM_KV_HEADS * HEAD_DIM;
+    host_product(m, &p);
     return 0;
 }

@@ -104,27 +104,53 @@ static void limit_groups(const float *logits, const float *bias, float *score) {
         if (!allowed[e / GROUP_SIZE]) score[e] = -INFINITY;
 }
 
-static void weigh(const float *logits, const int32_t *ids, float routed_scaling, float *weights) {
+/* The chosen experts' weights: softmax over all or over them, or sigmoids, as they are or divided by their sum. */
+static void weigh(const float *logits, const int32_t *ids, const BinHeader *h, float *weights) {
     const int over_chosen = ROUTER_KIND == ROUTER_TOPK_SOFTMAX || RENORMALIZE;
-    float largest = -INFINITY, total = 0;
+    const int is_sigmoid = ROUTER_KIND == ROUTER_SIGMOID;
+    float largest = -INFINITY, total = 0, unit = 1;
     /* Weights that are divided by their sum are taken relative to the largest, so that they cannot all underflow. */
     for (int i = 0; i < (over_chosen ? K : NUM_EXPERTS); i++) {
         float logit = logits[over_chosen ? ids[i] : i];
         if (logit > largest) largest = logit;
     }
     for (int e = 0; !over_chosen && e < NUM_EXPERTS; e++) total += expf(logits[e] - largest);
-    for (int slot = 0; slot < K; slot++) {
-        float logit = logits[ids[slot]];
-        if (ROUTER_KIND == ROUTER_SIGMOID)
-            weights[slot] = sigmoid(logit, over_chosen && largest < 0 ? -largest : 0);
-        else
-            weights[slot] = expf(logit - largest);
-    }
+    const float shift = is_sigmoid && over_chosen && largest < 0 ? -largest : 0;
+    for (int slot = 0; slot < K; slot++)
+        weights[slot] = is_sigmoid ? sigmoid(logits[ids[slot]], shift) : expf(logits[ids[slot]] - largest);
     for (int slot = 0; over_chosen && slot < K; slot++) total += weights[slot];
-    for (int slot = 0; slot < K; slot++) {
-        if (over_chosen || ROUTER_KIND != ROUTER_SIGMOID) weights[slot] /= total;
-        weights[slot] *= routed_scaling;
+    if (over_chosen && h->renormalize_min > 0 && ROUTER_KIND != ROUTER_TOPK_SOFTMAX) {
+        float all = 0; /* what the relative weights are in true scores: `unit` each */
+        for (int e = 0; !is_sigmoid && e < NUM_EXPERTS; e++) all += expf(logits[e] - largest);
+        unit = is_sigmoid ? expf(-shift) : 1.0f / all;
+        if (!(total * unit >= h->renormalize_min)) total = h->renormalize_min / unit;
     }
+    for (int slot = 0; slot < K; slot++) {
+        if (over_chosen || !is_sigmoid) weights[slot] /= total;
+        weights[slot] *= h->routed_scaling;
+    }
+}
+
+/* Two experts, one after the other: the largest of what is left, weighed by a softmax over those of what is left whose
+ * logits lie near it. */
+static int sparsemix(const float *logits, float jitter, int32_t *ids, float *weights) {
+    float left[NUM_EXPERTS];
+    memcpy(left, logits, sizeof left);
+    for (int slot = 0; slot < K; slot++) {
+        int best = 0;
+        for (int e = 1; e < NUM_EXPERTS; e++)
+            if (left[e] > left[best]) best = e;
+        float largest = left[best], total = 0;
+        if (largest == -INFINITY) return 0;
+        for (int e = 0; e < NUM_EXPERTS; e++) {
+            int far = (largest - logits[e]) / fmaxf(fabsf(logits[e]), largest) > 2 * jitter; /* 0/0 is not */
+            if (!far) total += expf(left[e] - largest);
+        }
+        ids[slot] = best;
+        weights[slot] = 1.0f / total;
+        left[best] = -INFINITY;
+    }
+    return 1;
 }
 
 typedef struct Route {
@@ -143,6 +169,10 @@ static void route_token(const void *job, long t) {
     ids[0] = -1;
     for (int e = 0; e < NUM_EXPERTS; e++)
         if (!(logits[e] < INFINITY)) return;
+    if (ROUTER_KIND == ROUTER_SPARSEMIXER) {
+        if (!sparsemix(logits, route->model->header.router_jitter, ids, s->expert_weights + t * K)) ids[0] = -1;
+        return;
+    }
     choice_scores(logits, route->bias, score);
     if (NUM_GROUPS > 1) limit_groups(logits, route->bias, score);
     for (int e = 0; e < NUM_EXPERTS; e++)
@@ -150,33 +180,33 @@ static void route_token(const void *job, long t) {
     best_of(keys, UP_TO_LANES(NUM_EXPERTS));
     if (!is_valid(keys[K - 1])) return;
     for (int slot = 0; slot < K; slot++) ids[slot] = index_of(keys[slot]);
-    weigh(logits, ids, route->model->header.routed_scaling, s->expert_weights + t * K);
+    weigh(logits, ids, &route->model->header, s->expert_weights + t * K);
 }
 
-/* Sorts assignments by expert, then by token, and counts. */
-static void dispatch(const Model *m, int num_tokens, int layer) {
+/* Sorts assignments by expert, then by token, and counts those of a layer's FFN. */
+static void dispatch(const Model *m, int num_tokens, int layer, int counted) {
     const State *s = &m->state;
     int32_t next[NUM_EXPERTS] = {0}, active = 0;
     for (int i = 0; i < num_tokens * K; i++) next[s->expert_ids[i]]++;
     s->expert_offsets[0] = 0;
     for (int e = 0; e < NUM_EXPERTS; e++) {
         int32_t count = next[e];
-        s->routed_tokens[(int64_t)layer * NUM_EXPERTS + e] += count;
+        if (counted) s->routed_tokens[(int64_t)layer * NUM_EXPERTS + e] += count;
         if (count) s->active_experts[active++] = e;
         next[e] = s->expert_offsets[e];
         s->expert_offsets[e + 1] = s->expert_offsets[e] + count;
     }
     *s->num_active = active;
-    *s->experts_read += active;
+    if (counted) *s->experts_read += active;
     for (int i = 0; i < num_tokens * K; i++) s->assignments[next[s->expert_ids[i]]++] = i;
 }
 
-int host_router(Model *m, int num_tokens, int layer, const float *input) {
-    const Layer *weights = &m->weights.layers[layer];
+int host_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
+               const float *correction) {
     host_dense(m, num_tokens, (Product){
-        .panels = weights->router, .is_float = 1, .input = input, .output = m->state.router_logits,
-        .columns = HIDDEN, .outputs = NUM_EXPERTS});
-    Route route = {m, ROUTER_BIAS ? weights->router_bias : NULL};
+        .panels = router, .is_float = 1, .input = input, .output = m->state.router_logits, .bias = logit_bias,
+        .columns = HIDDEN, .outputs = NUM_EXPERTS, .scale = 1});
+    Route route = {m, correction};
     double cost = 2000.0 * num_tokens * CEIL_DIV(NUM_EXPERTS, SORT_LANES);
     parallel_for(m->num_threads, num_tokens, cost, route_token, &route);
     for (int t = 0; t < num_tokens; t++)
@@ -186,6 +216,12 @@ int host_router(Model *m, int num_tokens, int layer, const float *input) {
             m->batch->fault_token = t;
             return colibri_check(m);
         }
-    dispatch(m, num_tokens, layer);
+    dispatch(m, num_tokens, layer, router == m->weights.layers[layer].router);
     return 0;
+}
+
+int host_router(Model *m, int num_tokens, int layer, const float *input) {
+    const Layer *weights = &m->weights.layers[layer];
+    return host_route(m, num_tokens, layer, input, weights->router, weights->router_logit_bias,
+                      ROUTER_BIAS ? weights->router_bias : NULL);
 }

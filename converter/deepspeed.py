@@ -1,0 +1,82 @@
+"""A DeepSpeed-MoE checkpoint folder as one set of tensors: the dense part's routers, and a file for each expert.
+
+layer_<moe>_expert_<global>_mp_rank_00_model_states.pt: <moe> counts the MoE layers alone, in the order of their
+transformer layers, and is the layer of the stack; <global> is the expert's number over all ranks.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from colibri.errors import ColibriError
+from converter import pt_reader, sources
+
+MAIN = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+ROUTER = re.compile(r"(.*?)(\d+)(\D*)\.deepspeed_moe\.gate\.wg\.weight")
+LEAF = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.\d+\.(dense_\w+\.(?:weight|bias))")
+
+
+def is_checkpoint(folder):
+    return (folder / "latest").is_file() or any(MAIN.fullmatch(entry.name) or EXPERT.fullmatch(entry.name)
+                                                for entry in folder.iterdir())
+
+
+def read(folder):
+    """({name: Tensor} in names.py's deepspeed names, names left out, warnings) of a checkpoint folder, or of one of its
+    global_stepN folders."""
+    folder = _step(Path(folder))
+    ranks = [int(match[match.lastindex]) for entry in folder.iterdir()
+             if (match := MAIN.fullmatch(entry.name) or EXPERT.fullmatch(entry.name))]
+    if 0 not in ranks or max(ranks) > 0:
+        raise ColibriError(f"{folder}: mp_rank_{max(ranks, default=0):02}, expected mp_rank_00 alone; merge the "
+                           "tensor-parallel ranks with DeepSpeed first")
+    main = pt_reader.read_checkpoint(folder / "mp_rank_00_model_states.pt")
+    routers = {match[0]: match for name in main if (match := ROUTER.fullmatch(name))}
+    blocks = sorted(routers, key=lambda name: (routers[name][1], int(routers[name][2])))
+    if not blocks:
+        raise ColibriError(f"{folder}: no deepspeed_moe.gate.wg.weight in mp_rank_00_model_states.pt, expected a "
+                           "router for each MoE layer; this is no DeepSpeed-MoE checkpoint")
+    grid = {(int(match[1]), int(match[2])): folder / entry.name for entry in sorted(folder.iterdir())
+            if (match := EXPERT.fullmatch(entry.name))}
+    tensors, warnings = {}, []
+    for moe, name in enumerate(blocks):
+        tensors[f"layers.{moe}.gate.wg.weight"] = main[name]
+        num_experts = main[name].shape[0] if main[name].shape else 0
+        for expert in range(num_experts):
+            if (moe, expert) not in grid:
+                raise ColibriError(f"{folder}: missing expert {expert} of MoE layer {moe}: no layer_{moe}_expert_{expert}"
+                                   f"_mp_rank_00_model_states.pt, expected {num_experts} from {name}; copy it there")
+            _read_expert(grid.pop((moe, expert)), name.split(".deepspeed_moe.")[0], moe, expert, tensors, warnings)
+    if grid:
+        raise ColibriError(f"{next(iter(grid.values()))}: extra expert, expected those of {len(blocks)} MoE layers as "
+                           "wide as their routers; the folder holds files of another checkpoint")
+    return tensors, [name for name in main if name not in routers], warnings
+
+
+def _step(folder):
+    """The folder that `latest` names, or this one."""
+    if not (folder / "latest").is_file():
+        return folder
+    name = (folder / "latest").read_text("utf-8", "replace").strip()
+    if Path(name).name != name or not (folder / name).is_dir():
+        raise ColibriError(f"{folder / 'latest'}: {name[:80]!r}, expected the name of a folder beside it; copy it there")
+    return folder / name
+
+
+def _read_expert(path, block, moe, expert, tensors, warnings):
+    """One expert's tensors. The number in their names may be the expert's number on its rank: the file's counts."""
+    for name, tensor in pt_reader.read_checkpoint(path).items():
+        match = LEAF.fullmatch(name)
+        if not match or match[1] != block:
+            raise ColibriError(f"{path}: unknown tensor {name[:100]}, expected {block}.deepspeed_moe.experts. alone; the "
+                               "file belongs to another layer")
+        target = f"layers.{moe}.experts.{expert}.{match[2]}"
+        if target in tensors:
+            raise ColibriError(f"{path}: {name[:100]}: a second expert, expected one in each file")
+        if match[2] == "dense_4h_to_h.bias":  # DeepSpeed adds it nowhere
+            if np.any(tensor.array()):
+                warnings.append(f"{path}: {name}: not zero, but DeepSpeed does not add it either: left out")
+            tensor = sources.in_memory(target, np.zeros(tensor.shape, np.float32))
+        tensors[target] = tensor

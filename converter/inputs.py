@@ -1,0 +1,63 @@
+"""What a user points the converter at: a file, a Hugging Face folder, a DeepSpeed-MoE folder, or a version 1 .bin."""
+
+from collections import namedtuple
+from pathlib import Path
+
+from colibri.errors import ColibriError
+from converter import config, deepspeed, pt_reader, safetensors_reader
+
+# tensors: {name: Tensor}. left_out: names that are no part of it. warnings: lines for the user.
+Input = namedtuple("Input", "tensors left_out warnings")
+# A folder's weights, the first that is there.
+WEIGHTS = (("model.safetensors.index.json", safetensors_reader.read_file),
+           ("model.safetensors", safetensors_reader.read_file),
+           ("pytorch_model.bin.index.json", pt_reader.read_checkpoint), ("pytorch_model.bin", pt_reader.read_checkpoint))
+MAX_TOKENIZER_BYTES = 256 << 20
+MAX_EOS = 8
+
+
+def read(path):
+    """The Input at `path`."""
+    path = Path(path)
+    if path.is_dir():
+        return Input(*deepspeed.read(path)) if deepspeed.is_checkpoint(path) else Input(_read_folder(path), [], [])
+    if path.name.endswith(".index.json"):
+        return Input(_read_shards(path), [], [])
+    reader = safetensors_reader.read_file if path.suffix == ".safetensors" else pt_reader.read_checkpoint
+    return Input(reader(path), [], [])
+
+
+def _read_folder(folder):
+    for name, reader in WEIGHTS:
+        if (folder / name).is_file():
+            return _read_shards(folder / name) if name.endswith(".index.json") else reader(folder / name)
+    raise ColibriError(f"{folder}: a directory without weights, expected one of "
+                       f"{', '.join(name for name, _ in WEIGHTS)}, or a DeepSpeed-MoE checkpoint; name another")
+
+
+def _read_shards(index):
+    reader = dict(WEIGHTS).get(index.name, safetensors_reader.read_file)
+    return safetensors_reader.read_shards(index, reader)
+
+
+def text_files(config_path):
+    """(end-of-sequence ids, tokenizer.json's bytes or b"") that stand beside a config.json."""
+    if config_path is None or Path(config_path).name != "config.json":
+        return [], b""
+    folder = Path(config_path).parent
+    values = {}
+    for name in ("config.json", "generation_config.json"):  # the second one's ids go before
+        if (folder / name).is_file():
+            found = config.read_json(folder / name).get("eos_token_id")
+            values = {"where": folder / name, "ids": found} if found is not None else values
+    ids = values.get("ids", [])
+    ids = ids if type(ids) is list else [ids]
+    if len(ids) > MAX_EOS or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
+        raise ColibriError(f"{values['where']}: eos_token_id={str(ids)[:80]}, expected at most {MAX_EOS} token numbers; "
+                           "correct it")
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        return ids, b""
+    if tokenizer.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise ColibriError(f"{tokenizer}: {tokenizer.stat().st_size} bytes, expected at most {MAX_TOKENIZER_BYTES}")
+    return ids, tokenizer.read_bytes()

@@ -1,0 +1,81 @@
+"""What --inspect tells of a checkpoint: what it is, how large it becomes, whether it fits here, and what is missing."""
+
+import json
+import os
+from collections import Counter
+from math import prod
+
+from colibri import headers
+from converter import bin_writer, interleave, sources
+
+
+def inspect(plan, as_json):
+    """The report's text, a table or JSON."""
+    figures = describe(plan)
+    return json.dumps(figures) if as_json else "\n".join(_lines(figures))
+
+
+def describe(plan):
+    """The report as a dict. plan: a Plan of __main__."""
+    fields, tensors = plan.fields, plan.input.tensors
+    bound = sources.bind(plan.family, tensors, fields, plan.where, sources.MOE if plan.bare else None)
+    masked = {**fields, **{name: headers.mask(fields[name]) for name in ("dense_layers", "window_layers")}}
+    table = headers.default().tensors(masked)
+    dtypes = Counter(tensor.dtype for tensor in tensors.values())
+    common = max((tensor.dtype for tensor in tensors.values() if tensor.dtype in interleave.KEPT),
+                 key=dtypes.__getitem__, default="bfloat16")
+    dtype = interleave.KEPT[common] if not any("float8" in name or name == "uint8" for name in dtypes) else "bf16"
+    header, _ = bin_writer.plan(fields, dtype, plan.tokenizer)
+    needed, memory = int(header["file_bytes"]) + _state_bytes(fields), _memory_bytes()
+    total = sum(prod(tensor.shape) for tensor in table)
+    idle = sum(prod(tensor.shape) for tensor in table if len(tensor.shape) == 3) * (
+        fields["num_experts"] - fields["k"]) // fields["num_experts"]
+    return {"family": plan.family.name, "layers": fields["num_layers"], "dense_layers": len(fields["dense_layers"]),
+            "experts": fields["num_experts"], "k": fields["k"],
+            "shared_ffn": fields["shared_ffn"], "hidden": fields["hidden"], "ffn": fields["ffn"],
+            "heads": fields["num_heads"], "kv_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"],
+            "vocabulary": fields["vocab_size"], "context": fields["max_positions"],
+            "rope_theta": round(float(fields["rope_theta"]), 6), "parameters": total, "active_parameters": total - idle,
+            "tensors": len(tensors), "dtypes": dict(dtypes),
+            "checkpoint_bytes": sum(prod(tensor.shape) * tensor.numpy_dtype.itemsize for tensor in tensors.values()),
+            "bin_dtype": dtype, "bin_bytes": int(header["file_bytes"]), "needed_bytes": needed, "memory_bytes": memory,
+            "fits": needed <= memory, "end_tokens": plan.eos, "tokenizer": bool(plan.tokenizer),
+            "missing": bound.missing, "extra": bound.extra, "left_out": plan.input.left_out + bound.ignored}
+
+
+def _lines(figures):
+    def short(items):
+        return (", ".join(map(str, items[:5])) + (f" and {len(items) - 5} more" if len(items) > 5 else "")) or "none"
+
+    def gib(size):
+        return f"{size} ({size / 2 ** 30:.2f} GiB)"
+    fit = "yes" if figures["fits"] else "no"
+    rows = {"family": figures["family"],
+            "layers": f"{figures['layers']}, {figures['dense_layers']} of them without experts",
+            "experts": f"{figures['experts']} a layer, k={figures['k']}"
+                       + (", and a shared one" if figures["shared_ffn"] else ""),
+            "sizes": ", ".join(f"{name}={figures[name]}" for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim",
+                                                                      "vocabulary", "context", "rope_theta")),
+            "parameters": f"{figures['parameters']}, {figures['active_parameters']} active for a token",
+            "dtypes": ", ".join(f"{count} x {name}" for name, count in figures["dtypes"].items()),
+            "checkpoint bytes": gib(figures["checkpoint_bytes"]),
+            ".bin bytes": f"{gib(figures['bin_bytes'])} in {figures['bin_dtype']}",
+            "fits this machine": f"{fit}: {gib(figures['needed_bytes'])} with one session, of "
+                                 f"{gib(figures['memory_bytes'])}",
+            "text": f"tokenizer.json {'found' if figures['tokenizer'] else 'not found'}, ends at "
+                    f"{short(figures['end_tokens'])}",
+            "missing": short(figures["missing"]), "extra": short(figures["extra"]),
+            "left out": short(figures["left_out"])}
+    return [f"{name + ':':<20}{value}" for name, value in rows.items()]
+
+
+def _state_bytes(fields):
+    """What a library for this model would work in, with one session of the default capacity."""
+    baked = headers.default().structs["Config"].names
+    own = headers.Headers({name: fields[name] for name in baked if name in fields})
+    return sum(buffer.rows * buffer.columns * buffer.dtype.itemsize
+               for buffer in own.state_buffers(fields["num_layers"], 1))
+
+
+def _memory_bytes():
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,264 @@
+"""From a checkpoint's tensors to Colibri's: every tensor is used, left out by name, or named in an error."""
+
+import re
+from collections import namedtuple
+
+import numpy as np
+
+from colibri import headers
+from colibri.errors import ColibriError
+from colibri.headers import evaluate
+from converter import config, names, views
+from converter.names import L
+from converter.pt_reader import Storage, Tensor
+from converter.quantized import decoded
+
+PREFIXES = ("module.", "_orig_mod.")
+Bound = namedtuple("Bound", "sources ignored missing extra")
+NUMBER = re.compile(r"0|[1-9]\d{0,5}")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def header_fields(c):
+    """(Family, header fields) of a config with a model_type. rope_frequencies is an array, layer sets are lists, and
+    rope_interleaved speaks of the checkpoint: its rows come out as halves. ColibriError names a field that Colibri
+    cannot honour."""
+    name = c.need("model_type", str)
+    if name not in names.FAMILIES:
+        raise ColibriError(f"{c.where}: model_type={name[:80]}, expected one of {', '.join(names.FAMILIES)}; "
+                           "Colibri has no other")
+    family = names.FAMILIES[name]
+    for key, allowed in family.accepts.items():
+        c.accept(key, allowed)
+    fields = family.fields(c)
+    fields["fp8_block"] = config.quantization(c)
+    types = c.get("layer_types", list, [])
+    if fields["window_layers"] != [i for i, kind in enumerate(types) if kind != "full_attention"] and types:
+        raise c.bad("layer_types", types, f"sliding_attention for layers {fields['window_layers']} alone")
+    if not fields["dense_layers"]:
+        fields["dense_ffn"] = 0
+    if fields["window"] >= fields["max_positions"] > 0:  # hides nothing
+        fields.update(window=0, window_layers=[])
+    return family, fields
+
+
+MOE = [L + key for key in ("router", "router_bias", "router_logit_bias", "experts_up", "experts_up_bias",
+                           "experts_down", "experts_down_bias", "mlp_up", "mlp_down", "shared_gate", "ffn_out_bias")]
+
+
+def bare_family(tensors, where):
+    """(Family, header fields of sizes) of MoE layers without attention and config: the family by its names, the sizes by
+    its rows. Where names are those of several families, `routing` keeps what holds for all of them."""
+    candidates = []
+    for family in names.ROWS:
+        templates = {_template(name.removeprefix(family.prefix))[0] for name in tensors}
+        present = {key: next((parts for parts in family.tensors[key] if any(part.template in templates
+                                                                          for part in parts)), [])
+                   for key in MOE if key in family.tensors}
+        if not all(present[L + key] for key in ("router", "experts_up", "experts_down")):
+            continue
+        there = {part.template for parts in present.values() for part in parts}
+        fields = _sizes(family, present, tensors)
+        if fields:
+            matched = sum(_template(name.removeprefix(family.prefix))[0] in there for name in tensors)
+            candidates.append((matched, family, fields))
+    if not candidates:
+        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{_more(tensors)}), "
+                           "expected the MoE layers of one of "
+                           f"{', '.join(dict.fromkeys(family.name for family in names.ROWS))}")
+    best = max(matched for matched, _, _ in candidates)
+    same = [(family, fields) for matched, family, fields in candidates if matched == best]
+    family, fields = same[0]
+    routing = {key: value for key, value in family.routing.items()
+               if all(other.routing.get(key) == value for other, _ in same)}
+    return family._replace(name="/".join(other.name for other, _ in same), routing=routing), fields
+
+
+def _sizes(family, present, tensors):
+    """The header fields that the shapes give, each read where the family's row puts it; None where up and down
+    projections do not fit each other that way."""
+    places = {}
+    for name, tensor in tensors.items():
+        template, layer, _ = _template(name.removeprefix(family.prefix))
+        if layer is not None:
+            places.setdefault(template, {}).setdefault(layer, tensor)
+    biased = bool(present.get(L + "router_bias"))  # comes with sigmoid scores, where a family does not say otherwise
+    fields = {"num_layers": 1 + max(max(layers) for layers in places.values()), "moe": 1, "mlp_ffn": 0,
+              "gated": family.routing.get("gated", int(len(present[L + "experts_up"]) == 2)),
+              "router_bias": int(biased), "router_kind": config.ROUTER_SIGMOID if biased else config.ROUTER_SOFTMAX,
+              "expert_bias": int(bool(present.get(L + "experts_up_bias")))}
+    for key in ("router", "experts_down", "experts_up", "mlp_up"):
+        for part in present.get(L + key, []):
+            tensor = next(iter(places.get(part.template, {}).values()), None)
+            for expression, size in zip(part.shape, tensor.shape if tensor else ()):
+                unknown = next((field for field in ("hidden", "num_experts", "ffn", "mlp_ffn")
+                                if re.search(rf"\b{field}\b", expression) and not fields.get(field)), None)
+                if unknown and (unit := evaluate(expression, {**fields, unknown: 1})):
+                    fields[unknown] = size // unit
+                elif key == "experts_up" and "gated" in family.routing and evaluate(expression, fields) != size:
+                    return None
+    fields["shared_ffn"] = fields["mlp_ffn"]
+    return fields
+
+
+def stripped(tensors, where):
+    """{name without the prefixes that wrappers put before it: Tensor}."""
+    result = {}
+    for full, tensor in tensors.items():
+        name = full
+        while name.startswith(PREFIXES):
+            name = name.split(".", 1)[1]
+        if name in result:
+            raise ColibriError(f"{where}: {full}: stands for {name}, which is there too; expected each tensor once")
+        result[name] = tensor
+    return result
+
+
+def bind(family, tensors, fields, where, keys=None):
+    """Bound: {"layers.3.experts_up": one list of Tensors an expert, to be stacked, ...} and the names left out.
+
+    tensors: {name: Tensor}. A list of a gated matrix is gate rows, then up rows; what has no experts has one list.
+    Every tensor is used, left out by name, missing or extra. keys: those of MOE alone, for bare MoE layers."""
+    found, ignored = _by_template(family, decoded(tensors, fields["fp8_block"], where), fields, where)
+    result, missing, used = {}, [], set()
+    for key, alternatives in family.tensors.items():
+        if keys and key not in keys:
+            continue
+        for layer in range(fields["num_layers"]) if key.startswith(L) else [None]:
+            parts = next((parts for parts in alternatives if any((part.template, layer) in found for part in parts)),
+                         alternatives[0])
+            scope = _scope(fields, layer)
+            parts = [part for part in parts if _shape(part, scope)]
+            if parts:
+                name = key.replace("N", str(layer), 1) if layer is not None else key
+                result[name] = _experts(parts, layer, found, scope, missing, used, where)
+    if not keys:
+        result["rope_frequencies"] = [[in_memory("rope_frequencies", fields["rope_frequencies"])]]
+    extra = [t.name for places in found.values() for t in places.values() if t.name not in used]
+    return Bound(result, ignored, missing, extra)
+
+
+def sources(family, tensors, fields, where, keys=None):
+    """bind, with an error for a tensor that is missing or extra."""
+    bound = bind(family, tensors, fields, where, keys)
+    if bound.missing:
+        raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{_more(bound.missing)}, expected "
+                           f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers; "
+                           "the checkpoint is incomplete")
+    if bound.extra:
+        raise ColibriError(f"{where}: extra tensor {bound.extra[0]}{_more(bound.extra)}, expected none from "
+                           f"{family.name} with num_layers={fields['num_layers']} and "
+                           f"num_experts={fields['num_experts']}; the checkpoint and its config disagree")
+    return bound
+
+
+def _by_template(family, tensors, fields, where):
+    """{(template, layer): {expert or None: Tensor}} and the names left out."""
+    templates = {part.template for alternatives in family.tensors.values() for parts in alternatives for part in parts}
+    found, ignored = {}, []
+    for full, tensor in tensors.items():
+        name = full.removeprefix(family.prefix)
+        template, layer, expert_id = _template(name)
+        predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
+        tied = template == "lm_head.weight" and fields["tied_embeddings"] and _same(tensor, tensors, family, where)
+        if predicted or tied or _ignored(template, family):
+            ignored.append(full)
+        elif template not in templates:
+            raise ColibriError(f"{where}: unknown tensor {full[:100]}, expected {family.name}'s names alone; this "
+                               "converter would have to leave it out")
+        else:
+            places = found.setdefault((template, layer), {})
+            if expert_id in places:
+                raise ColibriError(f"{where}: {full}: stands for {places[expert_id].name}, which is there too; expected "
+                                   "each tensor once")
+            places[expert_id] = tensor
+    return found, ignored
+
+
+def _ignored(template, family):
+    return any(template == item or (item[-1] == "*" and template.startswith(item[:-1])) for item in family.ignored)
+
+
+def template(name):
+    """A checkpoint's name with N for its layer and E for its expert."""
+    return _template(name)[0]
+
+
+def _template(name):
+    """("layers.N.mlp.experts.E.up_proj.weight", layer, expert); None where there is none."""
+    words, numbers = name.split("."), []
+    if words[-1].startswith("weight") and words[-1] != "weight":  # Megatron's weight7 is expert 7's
+        words[-1:] = ["weight", words[-1].removeprefix("weight")]
+    for index, word in enumerate(words):
+        if NUMBER.fullmatch(word) and len(numbers) < 2:
+            words[index] = "NE"[len(numbers)]
+            numbers.append(int(word))
+    return ".".join(words).replace("weight.E", "weightE"), *(numbers + [None, None])[:2]
+
+
+def _experts(parts, layer, found, scope, missing, used, where):
+    """One list of viewed Tensors an expert, or one list."""
+    per_expert = any(part.template.endswith("weightE") or "E" in part.template.split(".") for part in parts)
+    many = per_expert or any(part.view in views.EXPERT_VIEWS for part in parts)
+    result = []
+    for e in range(scope["num_experts"]) if many else [None]:
+        row_parts = []
+        for part in parts:
+            tensor = found.get((part.template, layer), {}).get(e if per_expert else None)
+            if tensor is None:
+                missing.append(_filled(part.template, layer, e))
+                continue
+            _check(tensor, part, scope, where)
+            used.add(tensor.name)
+            row_parts += part.view(tensor, scope, e)
+        result.append(row_parts)
+    return result
+
+
+def _scope(fields, layer):
+    """The header's fields and a layer's own values."""
+    return headers.default().layer_scope(fields, layer in fields["dense_layers"])
+
+
+def _shape(part, scope):
+    """The expected shape; () where the tensor is not there."""
+    shape = tuple(evaluate(expression, scope) for expression in part.shape)
+    return shape if all(shape) else ()
+
+
+def _check(tensor, part, scope, where):
+    expected = _shape(part, scope)
+    if tensor.shape != expected:
+        names = sorted(set(re.findall(r"[a-z_]+", " ".join(part.shape))))
+        raise ColibriError(f"{where}: {tensor.name}: shape={tensor.shape}, expected {expected} from "
+                           f"{', '.join(f'{name}={scope[name]}' for name in names)}; the checkpoint and its config "
+                           "disagree")
+    if tensor.dtype not in FLOATS:
+        raise ColibriError(f"{where}: {tensor.name}: dtype={tensor.dtype}, expected one of {', '.join(FLOATS)}; "
+                           "convert the checkpoint to one of them first")
+
+
+def _same(head, tensors, family, where):
+    """Whether a tied LM head is there all the same; it must then be the embedding."""
+    embed = tensors.get(family.prefix + "embed_tokens.weight", tensors.get("embed_tokens.weight"))
+    if embed is None:
+        return False
+    if (head.shape, head.dtype) != (embed.shape, embed.dtype) or any(
+            head.rows(row, row + 1).tobytes() != embed.rows(row, row + 1).tobytes() for row in range(head.shape[0])):
+        raise ColibriError(f"{where}: {head.name}: differs from {embed.name}, expected the same from "
+                           "tie_word_embeddings=true; the checkpoint and its config disagree")
+    return True
+
+
+def in_memory(name, values):
+    data = np.ascontiguousarray(values, "<f4").tobytes()
+    return Tensor(name, "float32", values.shape, (1,), Storage(name, data, 0, len(data)), 0)
+
+
+def _filled(template, layer, e):
+    words = {"N": str(layer), "E": str(e), "weightE": f"weight{e}"}
+    return ".".join(words.get(word, word) for word in template.split("."))
+
+
+def _more(items):
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
