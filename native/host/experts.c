@@ -15,7 +15,8 @@ int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *i
     p.output = m->state.expert_mid;
     p.columns = HIDDEN;
     p.outputs = FFN;
-    p.panel_outputs = PANEL_ROWS / (1 + GATED);
+    p.item_rows = PANEL_ROWS;
+    p.item_outputs = PANEL_ROWS / (1 + GATED);
     p.epilogue = ACTIVATE;
     host_product(m, &p);
     return 0;
@@ -30,7 +31,7 @@ int host_experts_down(Model *m, int num_tokens, const Layer *layer) {
     p.output = m->state.expert_out;
     p.columns = FFN;
     p.outputs = HIDDEN;
-    p.panel_outputs = PANEL_ROWS;
+    p.item_rows = p.item_outputs = PANEL_ROWS;
     host_product(m, &p);
     return 0;
 }
