@@ -225,30 +225,71 @@ static void norm(float *out, const float *x, const float *weight, float eps) {
     for (int i = 0; i < HIDDEN; i++) out[i] = x[i] * scale * weight[i];
 }
 
+enum { HEAD_VECTORS = HEAD_DIM ? CEIL_DIV(HEAD_DIM, LANES) : 1, SCORE_BLOCK = 64 };
+
+/* Vector i of a head; zeros beyond its end. */
+INLINE vec load_head(const float *head, int i) {
+    const int left = HEAD_DIM - i * LANES;
+    if (left >= LANES) return load(head + i * LANES);
+    float part[LANES] = {0};
+    memcpy(part, head + i * LANES, sizeof(float) * left);
+    return load(part);
+}
+
+/* Adds neighbouring lanes of a, then of b. Over LANES vectors, LANES - 1 times, this yields the sum of each. */
+INLINE vec add_pairs(vec a, vec b) {
+#if LANES == 8
+    const ivec even = {0, 2, 4, 6, 8, 10, 12, 14};
+#else
+    const ivec even = {0, 2, 4, 6};
+#endif
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+}
+
+/* q times LANES keys. */
+INLINE vec scores(const vec *q, const float *const *keys) {
+    vec sum[LANES];
+    for (int i = 0; i < LANES; i++) {
+        sum[i] = q[0] * load_head(keys[i], 0);
+        for (int d = 1; d < HEAD_VECTORS; d++) sum[i] = fma_(q[d], load_head(keys[i], d), sum[i]);
+    }
+    for (int count = LANES; count > 1; count /= 2)
+        for (int i = 0; i < count / 2; i++) sum[i] = add_pairs(sum[2 * i], sum[2 * i + 1]);
+    return sum[0];
+}
+
 /* Softmax as it goes, a block of positions after another, so that any context fits into a fixed buffer. */
 static void attend(float *out, const float *q, const float *keys, const float *values, int num_positions) {
-    enum { BLOCK = 64 };
-    float score[BLOCK], largest = -INFINITY, total = 0, inverse_root = 1.0f / sqrtf(HEAD_DIM);
-    memset(out, 0, sizeof(float) * HEAD_DIM);
-    for (int first = 0; first < num_positions; first += BLOCK) {
-        int count = num_positions - first < BLOCK ? num_positions - first : BLOCK;
+    const vec inverse_root = splat(1.0f / sqrtf(HEAD_DIM));
+    float score[SCORE_BLOCK] __attribute__((aligned(32))), largest = -INFINITY, total = 0;
+    vec query[HEAD_VECTORS], sum[HEAD_VECTORS] = {0};
+    for (int d = 0; d < HEAD_VECTORS; d++) query[d] = load_head(q, d);
+    for (int first = 0; first < num_positions; first += SCORE_BLOCK) {
+        int count = num_positions - first < SCORE_BLOCK ? num_positions - first : SCORE_BLOCK;
         float before = largest;
-        for (int i = 0; i < count; i++) {
-            score[i] = dot(q, keys + (int64_t)(first + i) * HEAD_DIM, HEAD_DIM) * inverse_root;
-            if (score[i] > largest) largest = score[i];
+        for (int i = 0; i < count; i += LANES) {
+            const float *key[LANES];
+            for (int j = 0; j < LANES; j++) /* the last one again instead of keys that are not there */
+                key[j] = keys + (int64_t)(first + (i + j < count ? i + j : count - 1)) * HEAD_DIM;
+            store(score + i, scores(query, key) * inverse_root);
         }
-        for (int i = count; i < BLOCK; i++) score[i] = -INFINITY;
-        for (int i = 0; i < BLOCK; i += LANES) store(score + i, exponential(load(score + i) - largest, splat(0.0f)));
+        for (int i = 0; i < count; i++) largest = score[i] > largest ? score[i] : largest;
+        for (int i = count; i < SCORE_BLOCK; i++) score[i] = -INFINITY; /* whose exponential is 0 */
+        vec mass = {0};
+        for (int i = 0; i < SCORE_BLOCK; i += LANES) {
+            vec part = exponential(load(score + i) - largest, splat(0.0f));
+            store(score + i, part);
+            mass += part;
+        }
         float shrink = expf(before - largest);
-        total *= shrink;
-        for (int d = 0; d < HEAD_DIM; d++) out[d] *= shrink;
-        for (int i = 0; i < count; i++) {
-            const float *value = values + (int64_t)(first + i) * HEAD_DIM;
-            total += score[i];
-            for (int d = 0; d < HEAD_DIM; d++) out[d] += score[i] * value[d];
-        }
+        total = total * shrink + add_lanes(mass);
+        for (int d = 0; d < HEAD_VECTORS; d++) sum[d] *= shrink;
+        for (int i = 0; i < count; i++)
+            for (int d = 0; d < HEAD_VECTORS; d++)
+                sum[d] = fma_(splat(score[i]), load_head(values + (int64_t)(first + i) * HEAD_DIM, d), sum[d]);
     }
-    for (int d = 0; d < HEAD_DIM; d++) out[d] /= total;
+    for (int d = 0; d < HEAD_VECTORS; d++) sum[d] /= total;
+    memcpy(out, sum, sizeof(float) * HEAD_DIM);
 }
 
 static uint32_t read_sum(const uint32_t *data, int64_t words) {
