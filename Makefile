@@ -13,7 +13,7 @@ TARGET  := $(NUMBER:90=90a)
 $(BUILD)/libcolibri.so: $(OBJECTS)
 	$(if $(CUDA),nvcc -cudart static -Xcompiler -fopenmp,gcc -fopenmp) -shared -o $@.tmp $^ -lm && mv $@.tmp $@
 $(BUILD)/%.c.o: native/%.c ; @mkdir -p $(@D)
-	gcc -std=gnu11 -Wall -Wextra -Werror -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) -c -o $@ $<
+	gcc -std=gnu11 -Wall -Wextra -Werror -Wno-aggressive-loop-optimizations -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) -c -o $@ $<
 $(BUILD)/%.cu.o: native/%.cu ; @mkdir -p $(@D)
 	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) -c -o $@ $<
 .venv/installed: setup.cfg ; python3 -m venv .venv && .venv/bin/pip install -q -e .[test] && touch $@

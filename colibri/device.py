@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import os
+import queue
 import re
 import sys
 import threading
@@ -22,7 +23,8 @@ from colibri.errors import ColibriError
 from colibri.graphs import GraphCache
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
-PIECE_BYTES = 256 << 20                      # of the model's file that is registered at a time
+PIECE_BYTES = 128 << 20                      # of the model's file that is registered at a time ...
+MAX_PIECES = 32                              # ... and so many at once, so that a file may be larger than the memory
 CHUNK_BYTES = 32 << 20                       # of the two page-locked buffers, where a file cannot be registered
 GRAPH_BYTES = 64 << 20                       # what graphs may take of the device's memory, an estimate
 PROBE_BYTES = 256 << 20                      # more than the caches hold
@@ -144,7 +146,7 @@ class DeviceMemory:
         self._library, self._device_blocks, self._pinned, self._registered = library, [], [], []
         self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
         self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
-        self._steps, self._bytes, self._routing = 0, {}, {}
+        self._steps, self._bytes, self._routing, self._unregistering = 0, {}, {}, None
         with self._timed("context"):
             self._open()
         self.graphs = GraphCache(self._capture)
@@ -180,9 +182,16 @@ class DeviceMemory:
         size = max(view.ctypes.data + view.nbytes for view in checkpoint.tensors.values()) - first
         block = self._allocate(size)
         with self._timed("weights"):
-            copy_file(block, first, size, self._stream)
+            registered = copy_file(block, first, size, self._stream)
         self._copied = size
+        self._unregistering = threading.Thread(target=self._unregister, args=[registered])  # 8 ms a GiB
+        self._unregistering.start()
         return {name: block + address - first for name, address in addresses.items()}
+
+    def _unregister(self, addresses):
+        with contextlib.suppress(ColibriError):
+            call("cuCtxSetCurrent", self._context)
+            unregister(addresses)
 
     def state(self, num_bytes):
         block = self._allocate(num_bytes)
@@ -283,6 +292,8 @@ class DeviceMemory:
 
     def close(self):
         """Frees everything; after a device error the context is lost, and its memory with it."""
+        if self._unregistering:
+            self._unregistering.join()
         with contextlib.suppress(ColibriError):
             call("cuCtxSetCurrent", self._context)
             self.graphs.close()
@@ -365,43 +376,63 @@ def elapsed(enqueue, stream, repeat=3):
 
 
 def copy_file(target, source, num_bytes, stream):
-    """Copies a mapped file's bytes to the device at the bus's speed, without a second copy of them on the host."""
+    """Copies a mapped file's bytes to the device at the bus's speed, without a second copy of them on the host.
+
+    Returns the addresses of what is still registered, for the caller to unregister when there is time.
+    """
     try:
-        copy_registered(target, source, num_bytes, stream)
+        return copy_registered(target, source, num_bytes, stream)
     except ColibriError:  # registering a file's mapping is refused by some drivers and file systems
         copy_through_chunks(target, source, num_bytes, stream)
+        return []
 
 
 def pieces(num_bytes, size):
-    """(offset, bytes) of each piece, with a progress bar on a terminal when it takes longer than a second."""
-    offsets = range(0, num_bytes, size)
-    if sys.stderr.isatty() and len(offsets) > 4:
-        from tqdm import tqdm
-        offsets = tqdm(offsets, delay=1, leave=False, desc="weights", unit="piece")
-    return ((offset, min(size, num_bytes - offset)) for offset in offsets)
+    """(offset, bytes) of each piece."""
+    return [(offset, min(size, num_bytes - offset)) for offset in range(0, num_bytes, size)]
+
+
+def with_progress(items, count):
+    """The items, with a progress bar on a terminal when they take longer than a second."""
+    if count < 5 or not sys.stderr.isatty():
+        return items
+    from tqdm import tqdm
+    return tqdm(items, total=count, delay=1, leave=False, desc="weights", unit="piece")
 
 
 def copy_registered(target, source, num_bytes, stream):
-    """Page-locks the mapping piece by piece, a piece while the one before it is being copied."""
-    flags = driver().CU_MEMHOSTREGISTER_READ_ONLY
-    copied = [call("cuEventCreate", 0) for _ in range(2)]  # of registered[0], registered[1]
+    """Page-locks the mapping piece by piece on a thread, ahead of the copies, which take as long as that."""
+    ahead, context, todo = queue.Queue(2), call("cuCtxGetCurrent"), pieces(num_bytes, PIECE_BYTES)
+
+    def register():
+        try:
+            call("cuCtxSetCurrent", context)
+            for offset, size in todo:
+                call("cuMemHostRegister", source + offset, size, driver().CU_MEMHOSTREGISTER_READ_ONLY)
+                ahead.put((offset, size))
+        except ColibriError as error:
+            ahead.put(error)
+    threading.Thread(target=register, daemon=True).start()
     registered = []
-    try:
-        for offset, size in pieces(num_bytes, PIECE_BYTES):
-            call("cuMemHostRegister", source + offset, size, flags)
-            registered.append(source + offset)
-            call("cuMemcpyHtoDAsync", target + offset, source + offset, size, stream)
-            call("cuEventRecord", copied[len(registered) - 1], stream)
-            if len(registered) == 2:
-                call("cuEventSynchronize", copied[0])
-                call("cuMemHostUnregister", registered.pop(0))
-                copied.reverse()
-    finally:
-        call("cuStreamSynchronize", stream)
-        for address in registered:
-            call("cuMemHostUnregister", address)
-        for event in copied:
-            call("cuEventDestroy", event)
+    for piece in with_progress((ahead.get() for _ in todo), len(todo)):
+        if isinstance(piece, ColibriError):
+            call("cuStreamSynchronize", stream)
+            unregister(registered)
+            raise piece
+        offset, size = piece
+        call("cuMemcpyHtoDAsync", target + offset, source + offset, size, stream)
+        registered.append(source + offset)
+        if len(registered) == MAX_PIECES:
+            call("cuStreamSynchronize", stream)
+            unregister(registered)
+    call("cuStreamSynchronize", stream)
+    return registered
+
+
+def unregister(addresses):
+    """Undoes page-locking, and empties the list."""
+    while addresses:
+        call("cuMemHostUnregister", addresses.pop())
 
 
 def copy_through_chunks(target, source, num_bytes, stream):
@@ -409,7 +440,8 @@ def copy_through_chunks(target, source, num_bytes, stream):
     buffers = [int(call("cuMemHostAlloc", CHUNK_BYTES, 0)) for _ in range(2)]
     copied = [call("cuEventCreate", 0) for _ in range(2)]
     try:
-        for index, (offset, size) in enumerate(pieces(num_bytes, CHUNK_BYTES)):
+        todo = pieces(num_bytes, CHUNK_BYTES)
+        for index, (offset, size) in enumerate(with_progress(todo, len(todo))):
             call("cuEventSynchronize", copied[index % 2])
             ctypes.memmove(buffers[index % 2], source + offset, size)
             call("cuMemcpyHtoDAsync", target + offset, buffers[index % 2], size, stream)

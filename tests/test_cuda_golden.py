@@ -106,7 +106,7 @@ def test_row_does_not_depend_on_its_batch(gpu):
     """A sequence decoded alone, and beside 31 others."""
     def run(others):
         sessions = [gpu.session() for _ in range(1 + others)]
-        work = [(session, GOLDEN["p2_bytes"][9 * i:9 * i + 5 + i]) for i, session in enumerate(sessions)]
+        work = [(session, GOLDEN["p3_bytes"][9 * i:9 * i + 5 + i]) for i, session in enumerate(sessions)]
         gpu.step(work[:1])
         if others:
             gpu.step(work[1:])

@@ -164,12 +164,14 @@ def test_file_is_copied_whole(use, monkeypatch, refused):
         device.ctypes.memmove(to, start, size)
         return (ok,)
     use(Driver(CU_MEMHOSTREGISTER_READ_ONLY=8, cuMemHostRegister=register, cuMemcpyHtoDAsync=copy, cuMemHostAlloc=allocate,
+               cuCtxGetCurrent=lambda: (ok, 0), cuCtxSetCurrent=lambda _: (ok,),
                cuMemHostUnregister=lambda address: (registered.remove(address) or ok,), cuEventCreate=lambda _: (ok, 1),
                cuEventSynchronize=lambda _: (ok,), cuEventRecord=lambda *_: (ok,), cuEventDestroy=lambda _: (ok,),
                cuStreamSynchronize=lambda _: (ok,), cuMemFreeHost=lambda address: (pinned.pop(address) is None or ok,)))
     monkeypatch.setattr(device, "PIECE_BYTES", 4096 * 3)
     monkeypatch.setattr(device, "CHUNK_BYTES", 4096 * 3)
-    device.copy_file(target.ctypes.data, source.ctypes.data, source.nbytes, None)
+    monkeypatch.setattr(device, "MAX_PIECES", 3)
+    device.unregister(device.copy_file(target.ctypes.data, source.ctypes.data, source.nbytes, None))
     np.testing.assert_array_equal(target, source)
     assert not registered and not pinned
 

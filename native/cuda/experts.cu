@@ -1,8 +1,9 @@
 /* The experts' products for few tokens: experts_up with its activation, experts_down, and the sum over slots.
  *
- * Bound by reading weights, so a block an SM stays busy with a fixed share of the items (tile of one expert's tokens,
- * panel, part of the columns), and every warp keeps its own ring of copies in flight across items. Weights are the
- * first operand of the matrix instruction, tokens its 8 columns.
+ * Bound by reading weights, so a block an SM goes through items (tile of one expert's tokens, panel, part of the
+ * columns), and every warp keeps its own ring of copies in flight across items. SMs are not equally fast, so where
+ * items are large, a block takes the next one that nobody has. Weights are the first operand of the matrix instruction,
+ * tokens its 8 columns.
  *
  * The order of every sum is fixed by the shape: a warp takes each WARPS-th piece of its item, then warps are added in
  * order, then, by the last of a panel's parts to arrive, the parts in order. */
@@ -12,7 +13,10 @@
 namespace {
 
 #ifndef EXPERT_WARPS
-#define EXPERT_WARPS 4
+#define EXPERT_WARPS 8
+#endif
+#ifndef INPUT_AHEAD
+#define INPUT_AHEAD 2 /* pieces whose inputs a warp has asked for ahead */
 #endif
 constexpr int WARPS = EXPERT_WARPS;
 constexpr int THREADS = WARPS * 32;
@@ -25,11 +29,18 @@ struct Tile {
     int32_t first;
 };
 
+#ifndef TAKE_ITEMS
+#define TAKE_ITEMS 1
+#endif
+constexpr int QUEUE = 4;              /* a block's latest items; a warp asks at most two ahead */
+constexpr int UNKNOWN = -1, ASKED = -2;
+
 struct Shared {
     alignas(1024) char rings[WARPS][RING_BYTES];
-    float sums[WARPS][8][SUM_ROWS];
+    float sums[WARPS / 2][8][SUM_ROWS];
     uint64_t full[WARPS][RING_STAGES];
     Tile tiles[TILE_BOUND];
+    int queue[QUEUE];                 /* the block's i-th item is at i % QUEUE */
     int num_tiles;
     int is_last;
     uint16_t assignments[DECODE_ASSIGNMENTS];
@@ -44,48 +55,60 @@ struct Job {
     const int32_t *assignments; /* (num_tokens * K) */
     float *partials;            /* (SPLITS, DECODE_ASSIGNMENTS, PANELS * PANEL_ROWS) */
     int32_t *arrived;           /* (tiles, PANELS) */
+    int32_t *next_item;
+    int32_t *done_blocks;
 };
 
 /* The routing as a list of tiles, and the assignments, in shared memory. Ends with a barrier. */
-__device__ void list_tiles(Shared &s, const Job &job, int tile_tokens) {
-    int lane = threadIdx.x % 32;
+template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job) {
     for (int i = threadIdx.x; i < DECODE_ASSIGNMENTS; i += THREADS) s.assignments[i] = job.assignments[i];
     if (threadIdx.x < 32) {
-        int begin[PER_LANE], end[PER_LANE], num_tiles = 0;
+        int lane = threadIdx.x, offset[PER_LANE + 1], own = 0;
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            int e = min(lane + j * 32, NUM_EXPERTS - 1);
-            begin[j] = job.offsets[e];
-            end[j] = lane + j * 32 < NUM_EXPERTS ? job.offsets[e + 1] : begin[j];
-        }
+        for (int j = 0; j <= PER_LANE; j++) offset[j] = job.offsets[min(lane * PER_LANE + j, NUM_EXPERTS)];
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            int own = (end[j] - begin[j] + tile_tokens - 1) / tile_tokens, up_to = own;
-            for (int offset = 1; offset < 32; offset *= 2) {
-                int before = __shfl_up_sync(~0u, up_to, offset);
-                if (lane >= offset) up_to += before;
-            }
-            for (int i = 0; i < own; i++) {
-                int first = begin[j] + i * tile_tokens;
-                s.tiles[num_tiles + up_to - own + i] = {(int16_t)(lane + j * 32),
-                                                        (int16_t)min(end[j] - first, tile_tokens), first};
-            }
-            num_tiles += __shfl_sync(~0u, up_to, 31);
+        for (int j = 0; j < PER_LANE; j++) own += (offset[j + 1] - offset[j] + TILE_TOKENS - 1) / TILE_TOKENS;
+        int up_to = own;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            int before = __shfl_up_sync(~0u, up_to, distance);
+            if (lane >= distance) up_to += before;
         }
-        if (lane == 0) s.num_tiles = num_tiles;
+        Tile *next = s.tiles + up_to - own;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++)
+            for (int first = offset[j]; first < offset[j + 1]; first += TILE_TOKENS)
+                *next++ = {(int16_t)(lane * PER_LANE + j), (int16_t)min(offset[j + 1] - first, TILE_TOKENS), first};
+        if (lane == 31) s.num_tiles = up_to;
     }
     __syncthreads();
 }
 
-/* An item of the product, and where a warp stands in it. */
+/* The block's item number `turn`: the first warp that wants to know takes it from the list, the others wait for that. */
+__device__ int take_item(Shared &s, const Job &job, int turn) {
+    int item = 0;
+    if (threadIdx.x % 32 == 0) {
+        int *place = &s.queue[turn % QUEUE];
+        item = atomicCAS(place, UNKNOWN, ASKED);
+        if (item == UNKNOWN) {
+            item = gridDim.x + atomicAdd(job.next_item, 1);
+            atomicExch(place, item);
+        }
+        while (item == ASKED) item = atomicAdd(place, 0);
+    }
+    return __shfl_sync(~0u, item, 0);
+}
+
+/* A place in a warp's stream of pieces: an item, and a piece of it. */
 template <class P> struct Cursor {
-    int item, tile, panel, split;
+    static constexpr int CHUNKS = ceil_div(P::COLUMNS, CHUNK), PART = ceil_div(CHUNKS, P::SPLITS);
+    /* Items so large that a full ring of copies is within one, the last part of a panel's included. */
+    static constexpr bool TAKES_ITEMS = TAKE_ITEMS && (CHUNKS - (P::SPLITS - 1) * PART) / WARPS > RING_STAGES;
+    int turn, item, tile, panel, split;
     int chunk, end; /* pieces of this warp: chunk, chunk + WARPS, ... < end */
 
-    static constexpr int CHUNKS = ceil_div(P::COLUMNS, CHUNK), PART = ceil_div(CHUNKS, P::SPLITS);
-
-    __device__ void start(int next_item) {
-        item = next_item;
+    __device__ void start(Shared &s, const Job &job, int next_turn) {
+        turn = next_turn;
+        item = TAKES_ITEMS && turn > 0 ? take_item(s, job, turn) : blockIdx.x + turn * gridDim.x;
         split = item % P::SPLITS;
         panel = item / P::SPLITS % P::PANELS;
         tile = item / P::SPLITS / P::PANELS;
@@ -93,9 +116,11 @@ template <class P> struct Cursor {
         end = min(split * PART + PART, CHUNKS);
     }
 
-    /* To the next piece, in this item or in the block's next one that has a piece for this warp. */
-    __device__ void settle(int num_items) {
-        while (chunk >= end && item < num_items) start(item + gridDim.x);
+    /* To this piece, or the next one that the warp has in the block's items; true if the item is another one. */
+    __device__ bool settle(Shared &s, const Job &job, int num_items) {
+        if (chunk < end || item >= num_items) return false;
+        while (chunk >= end && item < num_items) start(s, job, turn + 1);
+        return true;
     }
 };
 
@@ -119,7 +144,7 @@ template <class P> __device__ __forceinline__ void load_input(float2 (&x)[CHUNK 
 /* acc += one piece of weights times the tokens' inputs. */
 template <int COLUMNS_OF_8>
 __device__ __forceinline__ void multiply(float (&acc)[COLUMNS_OF_8][4][4], uint32_t stage,
-                                         const float2 (&x)[COLUMNS_OF_8][CHUNK / 8]) {
+                                         const float2 (&x)[COLUMNS_OF_8][CHUNK / 8], int num_tokens) {
 #pragma unroll
     for (int step = 0; step < CHUNK / 16; step++) {
         uint32_t b[COLUMNS_OF_8][2];
@@ -132,7 +157,8 @@ __device__ __forceinline__ void multiply(float (&acc)[COLUMNS_OF_8][4][4], uint3
             uint32_t a[4];
             load_tile(a, stage, tile, step);
 #pragma unroll
-            for (int n = 0; n < COLUMNS_OF_8; n++) multiply_add(acc[n][tile], a, b[n][0], b[n][1]);
+            for (int n = 0; n < COLUMNS_OF_8; n++)
+                if (n == 0 || n * 8 < num_tokens) multiply_add(acc[n][tile], a, b[n][0], b[n][1]);
         }
     }
 }
@@ -146,10 +172,28 @@ __device__ __forceinline__ void store_sums(float (*sums)[SUM_ROWS], const float 
         for (int i = 0; i < 4; i++) sums[token + i % 2][tile * 16 + row + i / 2 * 8] = acc[tile][i];
 }
 
+/* The warps' sums of 8 tokens into shared memory, as those of pairs of warps. */
+__device__ __forceinline__ void gather_sums(Shared &s, float (&acc)[4][4], int turn) {
+    int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
+    float (*sums)[SUM_ROWS] = s.sums[warp % (WARPS / 2)];
+    __syncthreads(); /* the sums before these have been read, and all warps are done with this turn's item */
+    if (threadIdx.x == 0) s.queue[turn % QUEUE] = UNKNOWN;
+    if (warp >= WARPS / 2) store_sums(sums, acc);
+    __syncthreads();
+    if (warp < WARPS / 2) {
+#pragma unroll
+        for (int tile = 0; tile < 4; tile++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[tile][i] += sums[token + i % 2][tile * 16 + row + i / 2 * 8];
+        store_sums(sums, acc);
+    }
+    __syncthreads();
+}
+
 __device__ __forceinline__ float add_warps(const Shared &s, int token, int row) {
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += s.sums[w][token][row];
+    for (int pair = 0; pair < WARPS / 2; pair++) sum += s.sums[pair][token][row];
     return sum;
 }
 
@@ -185,16 +229,14 @@ template <class P> __device__ bool is_last_part(Shared &s, int32_t *arrived) {
 
 template <class P, int COLUMNS_OF_8>
 __device__ void finish_item(Shared &s, const Job &job, const Cursor<P> &at, const Tile &tile,
-                            const float (&acc)[COLUMNS_OF_8][4][4]) {
+                            float (&acc)[COLUMNS_OF_8][4][4]) {
     constexpr int ROWS = P::PANELS * PANEL_ROWS;
     const uint16_t *rows = s.assignments + tile.first;
 #pragma unroll
     for (int n = 0; n < COLUMNS_OF_8; n++) {
         int count = min(tile.count - n * 8, 8);
         if (count <= 0) break;
-        __syncthreads(); /* the sums before these have been read */
-        store_sums(s.sums[threadIdx.x / 32], acc[n]);
-        __syncthreads();
+        gather_sums(s, acc[n], at.turn);
         if constexpr (P::SPLITS == 1) {
             write_outputs<P>(job, at.panel, count, rows + n * 8, [&](int t, int row) { return add_warps(s, t, row); });
         } else {
@@ -219,38 +261,75 @@ __device__ void finish_item(Shared &s, const Job &job, const Cursor<P> &at, cons
     }
 }
 
-/* One item's sums over this warp's pieces, refilling the ring behind itself. */
-template <class P, int COLUMNS_OF_8>
-__device__ void sum_item(float (&acc)[COLUMNS_OF_8][4][4], Ring &ring, Cursor<P> &ahead, const Cursor<P> &at,
-                         const Shared &s, const Job &job, int num_items) {
-    const Tile tile = s.tiles[at.tile];
-    const float *row[COLUMNS_OF_8];
-    float2 x[COLUMNS_OF_8][CHUNK / 8];
+/* Asks for the piece that `ahead` stands at, and takes it to the next. */
+template <class P>
+__device__ __forceinline__ void refill(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
+    bool wanted = ahead.item < num_items;
+    int index = wanted ? ahead.panel * NUM_EXPERTS + s.tiles[ahead.tile].expert : 0;
+    ring.fill(job.panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
+    ahead.chunk += WARPS;
+    ahead.settle(s, job, num_items);
+}
+
+/* The tokens' inputs for a warp's pieces, asked for some pieces ahead. */
+template <class P, int COLUMNS_OF_8> struct Inputs {
+    Cursor<P> at;
+    const float *row[COLUMNS_OF_8]; /* this lane's tokens', or NULL */
+
+    __device__ void find_rows(const Shared &s, const Job &job, int num_items) {
+        Tile tile = {0, 0, 0};
+        if (at.item < num_items) tile = s.tiles[at.tile];
 #pragma unroll
-    for (int n = 0; n < COLUMNS_OF_8; n++) {
-        int token = n * 8 + threadIdx.x % 32 / 4;
-        row[n] = nullptr;
-        if (token < tile.count)
-            row[n] = job.input + (int64_t)(s.assignments[tile.first + token] / P::INPUT_DIVISOR) * P::COLUMNS;
-        if (at.chunk < at.end) load_input<P>(x[n], row[n], at.chunk);
-#pragma unroll
-        for (int i = 0; i < 16; i++) acc[n][i / 4][i % 4] = 0.0f;
+        for (int n = 0; n < COLUMNS_OF_8; n++) {
+            int token = n * 8 + threadIdx.x % 32 / 4;
+            row[n] = nullptr;
+            if (token < tile.count)
+                row[n] = job.input + (int64_t)(s.assignments[tile.first + token] / P::INPUT_DIVISOR) * P::COLUMNS;
+        }
     }
-    for (int chunk = at.chunk; chunk < at.end; chunk += WARPS) {
-        float2 next_x[COLUMNS_OF_8][CHUNK / 8];
+
+    __device__ __forceinline__ void ask(float2 (&x)[COLUMNS_OF_8][CHUNK / 8], Shared &s, const Job &job, int num_items) {
 #pragma unroll
-        for (int n = 0; n < COLUMNS_OF_8; n++) load_input<P>(next_x[n], row[n], min(chunk + WARPS, at.end - 1));
-        multiply<COLUMNS_OF_8>(acc, ring.next(), x);
-        __syncwarp(); /* the piece has been read by all lanes */
-        bool wanted = ahead.item < num_items;
-        int index = wanted ? ahead.panel * NUM_EXPERTS + s.tiles[ahead.tile].expert : 0;
-        ring.fill(job.panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
-        ahead.chunk += WARPS;
-        ahead.settle(num_items);
+        for (int n = 0; n < COLUMNS_OF_8; n++) load_input<P>(x[n], row[n], at.chunk);
+        at.chunk += WARPS;
+        if (at.settle(s, job, num_items)) find_rows(s, job, num_items);
+    }
+};
+
+/* All items of this block. */
+template <class P, int COLUMNS_OF_8>
+__device__ void run_items(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
+    float2 x[INPUT_AHEAD + 1][COLUMNS_OF_8][CHUNK / 8];
+    Inputs<P, COLUMNS_OF_8> inputs;
+    inputs.at.start(s, job, 0);
+    inputs.at.settle(s, job, num_items);
+    inputs.find_rows(s, job, num_items);
 #pragma unroll
-        for (int n = 0; n < COLUMNS_OF_8; n++)
+    for (int i = 0; i < INPUT_AHEAD; i++) inputs.ask(x[i], s, job, num_items);
+    Cursor<P> at;
+    for (at.start(s, job, 0); at.item < num_items; at.start(s, job, at.turn + 1)) {
+        const Tile tile = s.tiles[at.tile];
+        float acc[COLUMNS_OF_8][4][4];
 #pragma unroll
-            for (int i = 0; i < CHUNK / 8; i++) x[n][i] = next_x[n][i];
+        for (int i = 0; i < COLUMNS_OF_8 * 16; i++) acc[i / 16][i / 4 % 4][i % 4] = 0.0f;
+        for (; at.chunk < at.end; at.chunk += WARPS) {
+            inputs.ask(x[INPUT_AHEAD], s, job, num_items);
+            multiply<COLUMNS_OF_8>(acc, ring.next(), x[0], tile.count);
+            __syncwarp(); /* the piece has been read by all lanes */
+            refill(ring, ahead, s, job, num_items);
+#pragma unroll
+            for (int i = 0; i < INPUT_AHEAD * COLUMNS_OF_8 * (CHUNK / 8); i++)
+                (&x[0][0][0])[i] = (&x[0][0][0])[i + COLUMNS_OF_8 * (CHUNK / 8)];
+        }
+        finish_item<P, COLUMNS_OF_8>(s, job, at, tile, acc);
+    }
+}
+
+/* Sets the list of items back, after the last block has taken its last one. */
+__device__ void leave(const Job &job) {
+    if (threadIdx.x == 0 && atomicAdd(job.done_blocks, 1) == (int)gridDim.x - 1) {
+        *job.next_item = 0;
+        *job.done_blocks = 0;
     }
 }
 
@@ -260,32 +339,24 @@ __global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(con
     extern __shared__ char memory[];
     Shared &s = *(Shared *)(memory + (1024 - shared_address(memory) % 1024) % 1024);
     int warp = threadIdx.x / 32;
-    Ring ring(s.rings[warp], s.full[warp]);
+    Ring ring(job.panels, s.rings[warp], s.full[warp]);
+    if (threadIdx.x < QUEUE) s.queue[threadIdx.x] = UNKNOWN;
     if (!P::ROUTED_BEFORE) {
         pdl_wait();
         pdl_trigger();
     }
-    list_tiles(s, job, COLUMNS_OF_8 * 8);
+    list_tiles<COLUMNS_OF_8 * 8>(s, job);
     int num_items = s.num_tiles * P::PANELS * P::SPLITS;
-    Cursor<P> ahead, at;
-    ahead.start(blockIdx.x);
-    ahead.settle(num_items);
-    for (int i = 0; i < RING_STAGES; i++) {
-        bool wanted = ahead.item < num_items;
-        int index = wanted ? ahead.panel * NUM_EXPERTS + s.tiles[ahead.tile].expert : 0;
-        ring.fill(job.panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
-        ahead.chunk += WARPS;
-        ahead.settle(num_items);
-    }
+    Cursor<P> ahead;
+    ahead.start(s, job, 0);
+    ahead.settle(s, job, num_items);
+    for (int i = 0; i < RING_STAGES; i++) refill(ring, ahead, s, job, num_items);
     if (P::ROUTED_BEFORE) {
         pdl_wait();
         pdl_trigger();
     }
-    for (at.start(blockIdx.x); at.item < num_items; at.start(at.item + gridDim.x)) {
-        float acc[COLUMNS_OF_8][4][4];
-        sum_item<P, COLUMNS_OF_8>(acc, ring, ahead, at, s, job, num_items);
-        finish_item<P, COLUMNS_OF_8>(s, job, at, s.tiles[at.tile], acc);
-    }
+    run_items<P, COLUMNS_OF_8>(ring, ahead, s, job, num_items);
+    if (Cursor<P>::TAKES_ITEMS) leave(job);
 }
 
 template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *weights, const float *input,
@@ -298,6 +369,8 @@ template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *w
     job.assignments = m->state.assignments;
     job.partials = partials;
     job.arrived = moe(m)->arrived;
+    job.next_item = &moe(m)->next_item[P::INDEX];
+    job.done_blocks = &moe(m)->done_blocks[P::INDEX];
     dim3 grid(num_multiprocessors());
     size_t bytes = sizeof(Shared) + 1024;
     if (num_tokens <= 8) return launch(m, P::NAME, experts_kernel<P, 1>, grid, THREADS, bytes, job);

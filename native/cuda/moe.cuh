@@ -16,7 +16,7 @@ constexpr int DECODE_ASSIGNMENTS = DECODE_TOKENS * K;
  * enough items to even out over a GPU, in parts of 64 KiB at least. It depends on the shape alone, and so do sums. */
 constexpr int column_splits(int panels, int columns) {
     int splits = 1;
-    while (splits < 8 && K * panels * splits < 320 && columns / (2 * splits) >= 512) splits *= 2;
+    while (splits < 8 && K * panels * splits < 128 && columns / (2 * splits) >= 512) splits *= 2;
     return splits;
 }
 
@@ -25,6 +25,7 @@ struct Up {
     static constexpr const char *NAME = "experts_up";
     static constexpr int COLUMNS = HIDDEN, OUTPUTS = FFN, INPUT_DIVISOR = K;
     static constexpr bool IS_GATED = GATED, ACTIVATES = true, ROUTED_BEFORE = false;
+    static constexpr int INDEX = 0;
     static constexpr int PANELS = ceil_div(GATED ? 2 * GATE_GROUP * ceil_div(FFN, GATE_GROUP) : FFN, PANEL_ROWS);
 #ifdef UP_SPLITS
     static constexpr int SPLITS = UP_SPLITS;
@@ -37,6 +38,7 @@ struct Down {
     static constexpr const char *NAME = "experts_down";
     static constexpr int COLUMNS = FFN, OUTPUTS = HIDDEN, INPUT_DIVISOR = 1;
     static constexpr bool IS_GATED = false, ACTIVATES = false, ROUTED_BEFORE = true;
+    static constexpr int INDEX = 1;
     static constexpr int PANELS = ceil_div(HIDDEN, PANEL_ROWS);
 #ifdef DOWN_SPLITS
     static constexpr int SPLITS = DOWN_SPLITS;
@@ -55,6 +57,8 @@ constexpr int TILE_BOUND = min_of(NUM_EXPERTS, DECODE_ASSIGNMENTS) + DECODE_ASSI
 struct MoeScratch {
     float partial_logits[LOGIT_SLICES][MAX_TOKENS][NUM_EXPERTS];
     int32_t faults[MAX_TOKENS];                           /* 1: the token's logits allow no choice */
+    int32_t routed_blocks;                                /* of a step's tokens; 0 between steps */
+    int32_t next_item[2], done_blocks[2];                 /* of experts_up, experts_down; 0 between products */
     int32_t arrived[TILE_BOUND * max_of(Up::PANELS, Down::PANELS)]; /* splits that are done; 0 between products */
     float up_partials[Up::SPLITS][DECODE_ASSIGNMENTS][Up::PANELS * PANEL_ROWS];
     float down_partials[Down::SPLITS][DECODE_ASSIGNMENTS][Down::PANELS * PANEL_ROWS];

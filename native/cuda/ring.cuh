@@ -18,7 +18,7 @@
 constexpr int CHUNK = 32;                                      /* columns of a piece */
 constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
 #ifndef RING_STAGES
-#define RING_STAGES (CUDA_ARCH == 80 || CUDA_ARCH == 87 || CUDA_ARCH == 90 || CUDA_ARCH == 100 || CUDA_ARCH == 103 ? 6 : 4)
+#define RING_STAGES (CUDA_ARCH == 86 || CUDA_ARCH == 89 || CUDA_ARCH >= 110 ? 2 : 3) /* for 100 or 164 KiB and more */
 #endif
 constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
 
@@ -70,11 +70,13 @@ struct Ring {
     int filled = 0, used = 0;    /* the next piece's place, to fill and to use */
     uint32_t phase = 0;          /* of the barrier to wait for */
 
-    __device__ Ring(void *memory, uint64_t *full) : stages(shared_address(memory)), barriers(shared_address(full)) {
+    __device__ Ring(const Panels &panels, void *memory, uint64_t *full)
+        : stages(shared_address(memory)), barriers(shared_address(full)) {
 #if BULK_COPY
         if (threadIdx.x % 32 == 0) {
             for (int i = 0; i < RING_STAGES; i++)
                 asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 8) : "memory");
+            asm volatile("prefetch.tensormap [%0];" ::"l"(&panels.map) : "memory");
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }

@@ -2,8 +2,8 @@
  *
  * The logits' sums are split over columns into slices that the shape fixes; router_kernel adds the slices in order and
  * routes, one warp a token. Order is (score descending, expert ascending) by a bitonic network over the warp's lanes,
- * on words of which the upper half is the score and the lower half tells the expert. Few tokens are routed by one
- * block, which goes on to build the lists; for many, dispatch_kernel follows. */
+ * on words of which the upper half is the score and the lower half tells the expert. The block that is done last goes
+ * on to build the lists. */
 #include "moe.cuh"
 
 namespace {
@@ -13,17 +13,16 @@ constexpr int LOGIT_EXPERTS = 16;                      /* of one block: four lan
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);    /* experts of a lane: lane, lane + 32, ... */
 constexpr int GROUP_SIZE = NUM_EXPERTS / NUM_GROUPS;
 constexpr int GROUPS_PER_LANE = ceil_div(NUM_GROUPS, 32);
-constexpr int ONE_BLOCK_TOKENS = 32;                   /* routed by one block, a warp each */
-constexpr int ROUTED_TOKENS = 8;                       /* of one block, where there are several */
-constexpr int DISPATCH_THREADS = 1024;
+constexpr int WARPS = 8;                               /* of router_kernel: tokens of a block */
 constexpr float INFINITE = __builtin_huge_valf();
 
 using Key = unsigned long long;
 
-/* Grid (slices, experts / 16, tokens / TOKENS): partial_logits of one slice of columns. */
+/* Grid (slices, experts / 16, rows / TOKENS): partial_logits of one slice of columns. Padding rows have them too, for
+ * the true number of tokens would take longer to read. */
 template <int TOKENS>
 __global__ void __launch_bounds__(LOGIT_THREADS)
-router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, const Batch *batch) {
+router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, int num_rows) {
     __shared__ float sums[LOGIT_THREADS / 32][TOKENS][LOGIT_EXPERTS];
     constexpr int STEPS = SLICE_COLUMNS / LOGIT_LANES;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.y * LOGIT_EXPERTS + lane % 4 * 4;
@@ -37,15 +36,13 @@ router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, c
     }
     pdl_wait();
     pdl_trigger();
-    int num_tokens = batch->num_tokens;
-    if (token >= num_tokens) return;
     float value[TOKENS][STEPS];
 #pragma unroll
     for (int t = 0; t < TOKENS; t++)
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             int c = column + i * LOGIT_LANES;
-            value[t][i] = token + t < num_tokens && c < HIDDEN ? x[(int64_t)(token + t) * HIDDEN + c] : 0.0f;
+            value[t][i] = token + t < num_rows && c < HIDDEN ? x[(int64_t)(token + t) * HIDDEN + c] : 0.0f;
         }
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
@@ -65,7 +62,7 @@ router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, c
     }
     __syncthreads();
     int t = threadIdx.x / LOGIT_EXPERTS, e = blockIdx.y * LOGIT_EXPERTS + threadIdx.x % LOGIT_EXPERTS;
-    if (t >= TOKENS || token + t >= num_tokens || e >= NUM_EXPERTS) return;
+    if (t >= TOKENS || token + t >= num_rows || e >= NUM_EXPERTS) return;
     float total = 0.0f;
     for (int w = 0; w < LOGIT_THREADS / 32; w++) total += sums[w][t][threadIdx.x % LOGIT_EXPERTS];
     scratch->partial_logits[blockIdx.x][token + t][e] = total;
@@ -183,7 +180,7 @@ __device__ float group_score(const float *scores, int group) {
 
 /* Takes the experts of all but the best TOPK_GROUPS groups out of the choice. */
 __device__ void limit_groups(float (&score)[PER_LANE]) {
-    __shared__ float all_scores[DISPATCH_THREADS / 32][NUM_GROUPS > 1 ? NUM_EXPERTS : 1];
+    __shared__ float all_scores[WARPS][NUM_GROUPS > 1 ? NUM_EXPERTS : 1];
     float *scores = all_scores[threadIdx.x / 32];
     int lane = threadIdx.x % 32;
     __syncwarp();
@@ -248,19 +245,22 @@ struct Routing {
     int layer;
 };
 
-/* One token by one warp: its logits, experts, weights, and whether it is at fault. */
-__device__ void route_token(const Routing &r, MoeScratch *scratch, int token) {
+/* One row by one warp: its logits, experts (into `ids` too) and weights; true where the logits allow no choice. */
+__device__ bool route_token(const Routing &r, const MoeScratch *scratch, int token, bool is_token, int *ids) {
     int lane = threadIdx.x % 32;
     float logits[PER_LANE], score[PER_LANE];
     bool is_bad = false;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
         int e = lane + j * 32;
-        logits[j] = e < NUM_EXPERTS ? 0.0f : -INFINITE;
-        if (e >= NUM_EXPERTS) continue;
+        float part[LOGIT_SLICES];
 #pragma unroll
-        for (int s = 0; s < LOGIT_SLICES; s++) logits[j] += scratch->partial_logits[s][token][e];
-        r.state.router_logits[token * NUM_EXPERTS + e] = logits[j];
+        for (int s = 0; s < LOGIT_SLICES; s++)
+            part[s] = scratch->partial_logits[s][token][min(e, NUM_EXPERTS - 1)];
+        logits[j] = 0.0f;
+#pragma unroll
+        for (int s = 0; s < LOGIT_SLICES; s++) logits[j] += part[s];
+        if (e >= NUM_EXPERTS) logits[j] = -INFINITE;
         is_bad |= !(logits[j] < INFINITE);
     }
     choice_scores(score, logits, r.bias);
@@ -277,23 +277,25 @@ __device__ void route_token(const Routing &r, MoeScratch *scratch, int token) {
         if (expert / 32 == j) chosen = logit;
     }
     float weight = weigh(chosen, logits, r.routed_scaling);
-    is_bad = __any_sync(~0u, is_bad || (lane < K && !can_be_chosen(best)));
+    is_bad |= lane < K && !can_be_chosen(best);
+    if (!is_token) return false;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+        if (lane + j * 32 < NUM_EXPERTS) r.state.router_logits[token * NUM_EXPERTS + lane + j * 32] = logits[j];
     if (lane < K) {
-        r.state.expert_ids[token * K + lane] = expert;
+        ids[lane] = r.state.expert_ids[token * K + lane] = expert;
         r.state.expert_weights[token * K + lane] = weight;
     }
-    if (lane == 0) scratch->faults[token] = is_bad;
+    return __any_sync(~0u, is_bad);
 }
 
 /* Makes the lowest token at fault known to the host, unless an earlier layer's is. By one block. */
 __device__ void report_fault(const Routing &r, const MoeScratch *scratch, int num_tokens) {
     __shared__ int first;
-    bool is_bad = false;
-    for (int t = threadIdx.x; t < num_tokens; t += blockDim.x) is_bad |= scratch->faults[t] != 0;
     if (threadIdx.x == 0) first = num_tokens;
-    if (!__syncthreads_or(is_bad)) return;
+    __syncthreads();
     for (int t = threadIdx.x; t < num_tokens; t += blockDim.x)
-        if (scratch->faults[t]) atomicMin(&first, t);
+        if (__ldcg(&scratch->faults[t])) atomicMin(&first, t);
     __syncthreads();
     volatile Batch *batch = r.host_batch;
     if (threadIdx.x != 0 || batch->fault != 0) return;
@@ -303,111 +305,129 @@ __device__ void report_fault(const Routing &r, const MoeScratch *scratch, int nu
     batch->fault = FAULT_ROUTER_LOGIT;
 }
 
-constexpr int MAX_WARPS = DISPATCH_THREADS / 32;
-
-/* counts[w][e] = assignments to expert e in warp w's range, or with `write`, where it stands in the order: counts hold
- * each range's first place for each expert then. */
+/* Walks warp w's range of the assignments, whose experts are `ids` where a block's shared memory has them all; counts[w][e] is how many of them so far are expert e's. With `write`, each
+ * is put into its place: where its expert's begin, plus those of the ranges before, plus those before it in the range. */
 template <bool write>
-__device__ void scan_range(const State &s, uint16_t (*counts)[NUM_EXPERTS], int begin, int end) {
+__device__ void walk_range(const State &s, const int *ids, int (*counts)[NUM_EXPERTS], const int *starts, int begin, int end) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int first = begin; first < end; first += 32) {
         int i = first + lane;
-        int expert = i < end ? s.expert_ids[i] : NUM_EXPERTS;
+        int expert = i < end ? (ids ? ids[i] : __ldcg(&s.expert_ids[i])) : NUM_EXPERTS;
         unsigned peers = __match_any_sync(~0u, expert);
-        int rank = __popc(peers & ((1u << lane) - 1)), place = i < end ? counts[warp][expert] : 0;
+        int rank = __popc(peers & ((1u << lane) - 1)), count = i < end ? counts[warp][expert] : 0;
         __syncwarp();
-        if (write && i < end) s.assignments[place + rank] = i;
-        if (i < end && rank == 0) counts[warp][expert] = place + __popc(peers);
+        if (write && i < end) s.assignments[starts[expert] + count + rank] = i;
+        if (i < end && rank == 0) counts[warp][expert] = count + __popc(peers);
         __syncwarp();
     }
 }
 
-/* Sorts the assignments by expert, then by token: counts each warp's range, gives every range and expert its first
- * place, then writes each assignment to its own. By one block of whole warps. */
-__device__ void dispatch(const State &s, int num_tokens, int layer) {
-    __shared__ uint16_t counts[MAX_WARPS][NUM_EXPERTS];
-    __shared__ int totals[PER_LANE * 32];
-    int num_warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int range = (num_tokens * K + num_warps - 1) / num_warps, begin = min(warp * range, num_tokens * K);
-    int end = min(begin + range, num_tokens * K);
-    for (int e = lane; e < NUM_EXPERTS; e += 32) counts[warp][e] = 0;
+constexpr unsigned ACTIVE = 1 << 23; /* one expert, counted in the same word as assignments */
+static_assert(MAX_TOKENS * K < ACTIVE, "too many assignments to count beside the experts");
+
+/* From totals of the experts, by one warp: where each one's assignments start, and the list of those that have any. */
+__device__ void list_experts(const State &s, const int *totals, int *starts) {
+    int lane = threadIdx.x % 32, total[PER_LANE];
+    unsigned own = 0;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+        int e = lane * PER_LANE + j;
+        total[j] = e < NUM_EXPERTS ? totals[e] : 0;
+        own += total[j] + (total[j] > 0 ? ACTIVE : 0);
+    }
+    unsigned up_to = own;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        unsigned before = __shfl_up_sync(~0u, up_to, distance);
+        if (lane >= distance) up_to += before;
+    }
+    int start = (up_to - own) % ACTIVE, num_active = (up_to - own) / ACTIVE;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+        int e = lane * PER_LANE + j;
+        if (e >= NUM_EXPERTS) break;
+        starts[e] = start;
+        s.expert_offsets[e] = start;
+        if (total[j] > 0) s.active_experts[num_active++] = e;
+        start += total[j];
+    }
+    if (lane == 31) {
+        s.expert_offsets[NUM_EXPERTS] = up_to % ACTIVE;
+        *s.num_active = up_to / ACTIVE;
+        *s.experts_read += up_to / ACTIVE;
+    }
+}
+
+/* Sorts the assignments by expert, then by token: counts each warp's range, finds where every expert and range begins,
+ * then puts each assignment into its place. By one block. */
+__device__ void dispatch(const State &s, const int *ids, int num_tokens, int layer) {
+    __shared__ int counts[WARPS][NUM_EXPERTS], totals[NUM_EXPERTS], starts[NUM_EXPERTS];
+    int warp = threadIdx.x / 32, range = (num_tokens * K + WARPS - 1) / WARPS;
+    int begin = min(warp * range, num_tokens * K), end = min(begin + range, num_tokens * K);
+    for (int e = threadIdx.x % 32; e < NUM_EXPERTS; e += 32) counts[warp][e] = 0;
     __syncwarp();
-    scan_range<false>(s, counts, begin, end);
+    walk_range<false>(s, ids, counts, starts, begin, end);
     __syncthreads();
-    for (int e = threadIdx.x; e < PER_LANE * 32; e += blockDim.x) {
+    for (int e = threadIdx.x; e < NUM_EXPERTS; e += WARPS * 32) {
         int total = 0;
-        for (int w = 0; w < num_warps && e < NUM_EXPERTS; w++) total += counts[w][e];
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            int count = counts[w][e];
+            counts[w][e] = total; /* of the ranges before */
+            total += count;
+        }
         totals[e] = total;
     }
     __syncthreads();
-    if (warp == 0) {
-        int start = 0, num_active = 0;
-        for (int first = 0; first < NUM_EXPERTS; first += 32) {
-            int e = first + lane, total = totals[e], up_to = total;
-            for (int offset = 1; offset < 32; offset *= 2) {
-                int before = __shfl_up_sync(~0u, up_to, offset);
-                if (lane >= offset) up_to += before;
-            }
-            unsigned active = __ballot_sync(~0u, total > 0);
-            if (total > 0) s.active_experts[num_active + __popc(active & ((1u << lane) - 1))] = e;
-            if (e < NUM_EXPERTS) {
-                s.expert_offsets[e + 1] = start + up_to;
-                s.routed_tokens[(int64_t)layer * NUM_EXPERTS + e] += total;
-            }
-            totals[e] = start + up_to - total;
-            start += __shfl_sync(~0u, up_to, 31);
-            num_active += __popc(active);
-        }
-        if (lane == 0) {
-            s.expert_offsets[0] = 0;
-            *s.num_active = num_active;
-            *s.experts_read += num_active;
-        }
+    if (warp == 0) list_experts(s, totals, starts);
+    __syncthreads();
+    walk_range<true>(s, ids, counts, starts, begin, end);
+    for (int e = threadIdx.x; e < NUM_EXPERTS; e += WARPS * 32)
+        if (totals[e]) s.routed_tokens[(int64_t)layer * NUM_EXPERTS + e] += totals[e];
+}
+
+constexpr int FAULTY = 1 << 15; /* one block with a fault, counted in the same word as blocks */
+static_assert(ceil_div(MAX_TOKENS, WARPS) < FAULTY, "too many blocks to count beside the faulty ones");
+
+/* True in the last block to get here, in which `is_bad` becomes true if any block's is. What the others wrote before can
+ * be read then. */
+__device__ bool is_last_block(MoeScratch *scratch, bool &is_bad) {
+    __shared__ int arrived;
+    is_bad = __syncthreads_or(is_bad);
+    if (gridDim.x == 1) return true;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int own = is_bad ? FAULTY + 1 : 1;
+        arrived = atomicAdd(&scratch->routed_blocks, own) + own;
+        if (arrived % FAULTY == (int)gridDim.x) scratch->routed_blocks = 0; /* for the next layer */
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < NUM_EXPERTS; e += blockDim.x) {
-        int place = totals[e];
-        for (int w = 0; w < num_warps; w++) {
-            int count = counts[w][e];
-            counts[w][e] = place;
-            place += count;
-        }
-    }
-    __syncthreads();
-    scan_range<true>(s, counts, begin, end);
+    is_bad = arrived >= FAULTY;
+    if (arrived % FAULTY != (int)gridDim.x) return false;
+    __threadfence();
+    return true;
 }
 
-/* A warp a token; with DISPATCHES one block that takes all tokens and goes on to the lists. */
-template <bool DISPATCHES>
-__global__ void __launch_bounds__(DISPATCH_THREADS)
-router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch) {
+/* A warp a row. */
+__global__ void __launch_bounds__(WARPS * 32)
+router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_rows) {
+    __shared__ int ids[WARPS * K];
     pdl_wait();
     pdl_trigger();
-    int num_tokens = r.batch->num_tokens;
-    int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (token < num_tokens) route_token(r, scratch, token);
-    if constexpr (DISPATCHES) {
-        __syncthreads();
-        dispatch(r.state, num_tokens, r.layer);
-        report_fault(r, scratch, num_tokens);
-    }
+    int num_tokens = r.batch->num_tokens, token = blockIdx.x * WARPS + threadIdx.x / 32;
+    bool is_bad = false;
+    if (token < num_rows) is_bad = route_token(r, scratch, token, token < num_tokens, ids + threadIdx.x / 32 * K);
+    if (threadIdx.x % 32 == 0 && token < num_tokens) scratch->faults[token] = is_bad;
+    if (!is_last_block(scratch, is_bad)) return;
+    dispatch(r.state, gridDim.x == 1 ? ids : nullptr, num_tokens, r.layer);
+    if (is_bad) report_fault(r, scratch, num_tokens);
 }
-
-__global__ void __launch_bounds__(DISPATCH_THREADS)
-dispatch_kernel(const __grid_constant__ Routing r, const MoeScratch *scratch) {
-    pdl_wait();
-    pdl_trigger();
-    dispatch(r.state, r.batch->num_tokens, r.layer);
-    report_fault(r, scratch, r.batch->num_tokens);
-}
-
-int launch_logits(Model *m, int num_tokens, const float *router, const float *input) {
-    dim3 grid(LOGIT_SLICES, ceil_div(NUM_EXPERTS, LOGIT_EXPERTS), num_tokens);
-    const Batch *batch = device_batch(m);
-    if (num_tokens <= 4)
-        return launch(m, "router_logits", router_logits_kernel<1>, grid, LOGIT_THREADS, 0, moe(m), input, router, batch);
-    grid.z = ceil_div(num_tokens, 8);
-    return launch(m, "router_logits", router_logits_kernel<8>, grid, LOGIT_THREADS, 0, moe(m), input, router, batch);
+int launch_logits(Model *m, int num_rows, const float *router, const float *input) {
+    dim3 grid(LOGIT_SLICES, ceil_div(NUM_EXPERTS, LOGIT_EXPERTS), num_rows);
+    if (num_rows <= 4)
+        return launch(m, "router_logits", router_logits_kernel<1>, grid, LOGIT_THREADS, 0, moe(m), input, router, num_rows);
+    grid.z = ceil_div(num_rows, 8);
+    return launch(m, "router_logits", router_logits_kernel<8>, grid, LOGIT_THREADS, 0, moe(m), input, router, num_rows);
 }
 
 } // namespace
@@ -419,9 +439,5 @@ int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
     Routing routing = {m->state, device_batch(m), m->batch, ROUTER_BIAS ? weights->router_bias : nullptr,
                        m->header.routed_scaling, layer};
     TRY(launch_logits(m, num_tokens, weights->router, input));
-    if (num_tokens <= ONE_BLOCK_TOKENS)
-        return launch(m, "router", router_kernel<true>, dim3(1), num_tokens <= 8 ? 256 : 1024, 0, routing, moe(m));
-    dim3 grid(ceil_div(num_tokens, ROUTED_TOKENS));
-    TRY(launch(m, "router", router_kernel<false>, grid, ROUTED_TOKENS * 32, 0, routing, moe(m)));
-    return launch(m, "dispatch", dispatch_kernel, dim3(1), DISPATCH_THREADS, 0, routing, moe(m));
+    return launch(m, "router", router_kernel, dim3(ceil_div(num_tokens, WARPS)), WARPS * 32, 0, routing, moe(m), num_tokens);
 }

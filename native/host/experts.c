@@ -6,7 +6,7 @@
 Product host_grouped(const Model *m) {
     return (Product){.num_experts = NUM_EXPERTS, .num_active = *m->state.num_active, .active = m->state.active_experts,
                      .offsets = m->state.expert_offsets, .assignments = m->state.assignments,
-                     .panel_outputs = PANEL_ROWS, .scale = 1};
+                     .item_rows = PANEL_ROWS, .item_outputs = PANEL_ROWS, .scale = 1};
 }
 
 int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
@@ -19,7 +19,7 @@ int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *i
     p.output = m->state.expert_mid;
     p.columns = HIDDEN;
     p.outputs = FFN;
-    p.panel_outputs = PANEL_ROWS / (1 + GATED);
+    p.item_outputs = PANEL_ROWS / (1 + GATED);
     p.epilogue = ACTIVATE;
     host_product(m, &p);
     return 0;
@@ -56,7 +56,7 @@ int host_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
     const int ffn = layer->router ? SHARED_FFN : DENSE_FFN;
     host_dense(m, num_tokens, (Product){
         .panels = layer->mlp_up, .input = input, .output = m->state.mlp_mid, .columns = HIDDEN, .outputs = ffn,
-        .epilogue = ACTIVATE});
+        .scale = 1, .epilogue = ACTIVATE});
     host_dense(m, num_tokens, (Product){
         .panels = layer->mlp_down, .input = m->state.mlp_mid, .output = m->state.mlp_out, .columns = ffn,
         .outputs = HIDDEN, .scale = 1});

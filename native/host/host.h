@@ -18,11 +18,11 @@ typedef float PanelSums[PANEL_ROWS];
 typedef struct Kernels {
     const char *path; /* what colibri_path() says */
     /* sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK; rows
-     * from num_rows on are not asked for */
+     * from num_rows on are not asked for; next is a panel that the thread is likely to read next */
     void (*weight_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                           PanelSums *sums);
+                           PanelSums *sums, const void *next);
     void (*float_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                          PanelSums *sums);
+                          PanelSums *sums, const void *next);
     /* experts_up's activation, in place: PANEL_ROWS values, or with gated experts half as many of the pairs */
     void (*activate)(float *sums, const BinHeader *header);
     /* out = x * rsqrt(mean(x^2) + eps) * weight; (length) each; may be in place */
@@ -59,7 +59,8 @@ typedef struct Product {
     int columns;
     int input_stride;           /* of input's rows; 0: columns */
     int outputs;                /* values of one output row */
-    int panel_outputs;          /* of which one panel makes so many */
+    int item_rows;              /* of a panel that a work item takes: all, or a part where is_float */
+    int item_outputs;           /* values of an output row that come of them */
     int num_experts;            /* in panels */
     int num_active;
     const int32_t *active;      /* (num_active) experts */

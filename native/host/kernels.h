@@ -14,6 +14,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define COLUMN_BLOCK 128 /* columns of a panel converted to fp32 at once: 32 KiB, for the L1 cache */
+#define PREFETCH_BYTES 8192 /* measured best of 1024 to 32768, for a panel of 16-bit weights */
 #define TILE_TOKENS 6    /* 2 vectors of rows x 6 tokens: 12 sums, 2 weights and an input in 16 registers */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -55,9 +56,11 @@ INLINE vec load_weight(const void *panel, int64_t index, int is_float) {
 }
 
 /* sums[t][first_row + ...] += weights x inputs over `columns` columns: `vectors` vectors of rows by `tokens` tokens,
- * both constants where this is inlined, so that the sums live in registers. */
+ * both constants where this is inlined, so that the sums live in registers. With `next`, asks for the weights of some
+ * columns ahead, at the end for those at next: the processor's own prefetcher starts anew at each panel. */
 INLINE void tile(const void *panel, int is_float, int columns, int first_row, int vectors, int tokens,
-                 const float *const *in, int first_column, PanelSums *sums) {
+                 const float *const *in, int first_column, PanelSums *sums, const char *next) {
+    const int64_t element_bytes = is_float ? 4 : sizeof(weight_t), column_bytes = PANEL_ROWS * element_bytes;
     vec sum[8][TILE_TOKENS];
     const float *x[TILE_TOKENS];
     for (int t = 0; t < tokens; t++) x[t] = in[t] + first_column;
@@ -65,6 +68,13 @@ INLINE void tile(const void *panel, int is_float, int columns, int first_row, in
         for (int v = 0; v < vectors; v++) sum[v][t] = load(&sums[t][first_row + v * LANES]);
     for (int c = 0; c < columns; c++) {
         vec weight[8];
+        if (next) {
+            int ahead = c + PREFETCH_BYTES / (int)column_bytes;
+            const char *at = ahead < columns ? (const char *)panel + ahead * column_bytes
+                                             : next + (ahead - columns) * column_bytes;
+            for (int byte = 0; byte < vectors * LANES * element_bytes; byte += 64)
+                __builtin_prefetch(at + first_row * element_bytes + byte);
+        }
         for (int v = 0; v < vectors; v++)
             weight[v] = load_weight(panel, (int64_t)c * PANEL_ROWS + first_row + v * LANES, is_float);
         for (int t = 0; t < tokens; t++) {
@@ -78,28 +88,34 @@ INLINE void tile(const void *panel, int is_float, int columns, int first_row, in
 
 /* All rows of a panel for a tile of 1 to 6 tokens; at least 8 sums in flight hide the latency of the addition. */
 INLINE void tile_rows(const void *panel, int is_float, int columns, int num_rows, int tokens, const float *const *in,
-                      int first_column, PanelSums *sums) {
-#define TILES(vectors, count)                                      \
-    case count:                                                    \
-        for (int row = 0; row < num_rows; row += vectors * LANES)  \
-            tile(panel, is_float, columns, row, vectors, count, in, first_column, sums); \
-        break;
+                      int first_column, PanelSums *sums, const char *next) {
+#define TILES(vectors, count)                                                                  \
+    for (int row = 0; row < num_rows; row += vectors * LANES)                                  \
+        tile(panel, is_float, columns, row, vectors, count, in, first_column, sums, next);
     switch (tokens) {
-        TILES(8, 1)
-        TILES(4, 2)
-        TILES(4, 3)
-        TILES(2, 4)
-        TILES(2, 5)
-        TILES(2, 6)
+        case 1:
+            if (num_rows <= 2 * LANES) {
+                TILES(2, 1)
+            } else if (num_rows <= 4 * LANES) {
+                TILES(4, 1)
+            } else {
+                TILES(8, 1)
+            }
+            break;
+        case 2: TILES(4, 2) break;
+        case 3: TILES(4, 3) break;
+        case 4: TILES(2, 4) break;
+        case 5: TILES(2, 5) break;
+        case 6: TILES(2, 6) break;
     }
 #undef TILES
 }
 
 INLINE void product(const void *panel, int is_float, int columns, int num_rows, int num_tokens, const float *const *in,
-                    PanelSums *sums) {
+                    PanelSums *sums, const void *next) {
     memset(sums, 0, sizeof *sums * num_tokens);
     if (num_tokens <= 3) {
-        tile_rows(panel, is_float, columns, num_rows, num_tokens, in, 0, sums);
+        tile_rows(panel, is_float, columns, num_rows, num_tokens, in, 0, sums, next);
         return;
     }
     float converted[COLUMN_BLOCK * PANEL_ROWS] __attribute__((aligned(64)));
@@ -113,19 +129,19 @@ INLINE void product(const void *panel, int is_float, int columns, int num_rows, 
             store(&converted[i], load_weight(panel, first + i, is_float));
         for (int i = 0; i < num_tiles; i++) {
             int from = num_tokens * i / num_tiles, to = num_tokens * (i + 1) / num_tiles;
-            tile_rows(weights, 1, block, num_rows, to - from, in + from, c, sums + from);
+            tile_rows(weights, 1, block, num_rows, to - from, in + from, c, sums + from, NULL);
         }
     }
 }
 
 static void weight_product(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                           PanelSums *sums) {
-    product(panel, 0, columns, num_rows, num_tokens, in, sums);
+                           PanelSums *sums, const void *next) {
+    product(panel, 0, columns, num_rows, num_tokens, in, sums, next);
 }
 
 static void float_product(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                          PanelSums *sums) {
-    product(panel, 1, columns, num_rows, num_tokens, in, sums);
+                          PanelSums *sums, const void *next) {
+    product(panel, 1, columns, num_rows, num_tokens, in, sums, next);
 }
 
 /* exp(high + low), within about 2 units in the last place; 0 below -104, inf above 88.73. `low` is small against
@@ -229,31 +245,75 @@ static void layer_norm(float *out, const float *x, const float *weight, const fl
     for (int i = 0; i < length; i++) out[i] = out[i] * scale * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
+#define VECTORS(length) ((length) ? CEIL_DIV(length, LANES) : 1)
+enum { SCORE_BLOCK = 64 };
+
+/* Vector i of a head of so many dimensions; zeros beyond its end. */
+INLINE vec load_head(const float *head, int i, int length) {
+    const int left = length - i * LANES;
+    if (left >= LANES) return load(head + i * LANES);
+    float part[LANES] = {0};
+    memcpy(part, head + i * LANES, sizeof(float) * left);
+    return load(part);
+}
+
+/* Adds neighbouring lanes of a, then of b. Over LANES vectors, LANES - 1 times, this yields the sum of each. */
+INLINE vec add_pairs(vec a, vec b) {
+#if LANES == 8
+    const ivec even = {0, 2, 4, 6, 8, 10, 12, 14};
+#else
+    const ivec even = {0, 2, 4, 6};
+#endif
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+}
+
+/* q times LANES keys. */
+INLINE vec scores(const vec *q, const float *const *keys) {
+    vec sum[LANES];
+    for (int i = 0; i < LANES; i++) {
+        sum[i] = q[0] * load_head(keys[i], 0, HEAD_DIM);
+        for (int d = 1; d < VECTORS(HEAD_DIM); d++) sum[i] = fma_(q[d], load_head(keys[i], d, HEAD_DIM), sum[i]);
+    }
+    for (int count = LANES; count > 1; count /= 2)
+        for (int i = 0; i < count / 2; i++) sum[i] = add_pairs(sum[2 * i], sum[2 * i + 1]);
+    return sum[0];
+}
+
 /* Softmax as it goes, a block of positions after another, so that any context fits into a fixed buffer. */
 static void attend(float *out, const float *q, const float *keys, const float *values, int num_positions, float scale,
                    const float *sink) {
-    enum { BLOCK = 64 };
-    float score[BLOCK], largest = sink ? *sink : -INFINITY, total = sink ? 1.0f : 0.0f;
-    memset(out, 0, sizeof(float) * V_HEAD_DIM);
-    for (int first = 0; first < num_positions; first += BLOCK) {
-        int count = num_positions - first < BLOCK ? num_positions - first : BLOCK;
+    float score[SCORE_BLOCK] __attribute__((aligned(32)));
+    float largest = sink ? *sink : -INFINITY, total = sink ? 1.0f : 0.0f;
+    vec query[VECTORS(HEAD_DIM)], sum[VECTORS(V_HEAD_DIM)] = {0};
+    for (int d = 0; d < VECTORS(HEAD_DIM); d++) query[d] = load_head(q, d, HEAD_DIM);
+    for (int first = 0; first < num_positions; first += SCORE_BLOCK) {
+        int count = num_positions - first < SCORE_BLOCK ? num_positions - first : SCORE_BLOCK;
         float before = largest;
-        for (int i = 0; i < count; i++) {
-            score[i] = dot(q, keys + (int64_t)(first + i) * HEAD_DIM, HEAD_DIM) * scale;
-            if (score[i] > largest) largest = score[i];
+        for (int i = 0; i < count; i += LANES) {
+            const float *key[LANES];
+            for (int j = 0; j < LANES; j++) /* the last one again instead of keys that are not there */
+                key[j] = keys + (int64_t)(first + (i + j < count ? i + j : count - 1)) * HEAD_DIM;
+            store(score + i, scores(query, key) * scale);
         }
-        for (int i = count; i < BLOCK; i++) score[i] = -INFINITY;
-        for (int i = 0; i < BLOCK; i += LANES) store(score + i, exponential(load(score + i) - largest, splat(0.0f)));
+        for (int i = 0; i < count; i++) largest = score[i] > largest ? score[i] : largest;
+        for (int i = count; i < SCORE_BLOCK; i++) score[i] = -INFINITY; /* whose exponential is 0 */
+        vec mass = {0};
+        for (int i = 0; i < SCORE_BLOCK; i += LANES) {
+            vec part = exponential(load(score + i) - largest, splat(0.0f));
+            store(score + i, part);
+            mass += part;
+        }
         float shrink = expf(before - largest);
-        total *= shrink;
-        for (int d = 0; d < V_HEAD_DIM; d++) out[d] *= shrink;
+        total = total * shrink + add_lanes(mass);
+        for (int d = 0; d < VECTORS(V_HEAD_DIM); d++) sum[d] *= shrink;
         for (int i = 0; i < count; i++) {
             const float *value = values + (int64_t)(first + i) * V_HEAD_DIM;
-            total += score[i];
-            for (int d = 0; d < V_HEAD_DIM; d++) out[d] += score[i] * value[d];
+            for (int d = 0; d < VECTORS(V_HEAD_DIM); d++)
+                sum[d] = fma_(splat(score[i]), load_head(value, d, V_HEAD_DIM), sum[d]);
         }
     }
-    for (int d = 0; d < V_HEAD_DIM; d++) out[d] /= total;
+    for (int d = 0; d < VECTORS(V_HEAD_DIM); d++) sum[d] /= total;
+    memcpy(out, sum, sizeof(float) * V_HEAD_DIM);
 }
 
 static uint32_t read_sum(const uint32_t *data, int64_t words) {

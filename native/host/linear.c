@@ -7,77 +7,94 @@ typedef struct Items {
     const Product *product;
     const Kernels *kernels;
     const BinHeader *header;
+    int num_threads;
+    long count;
     long first[NUM_EXPERTS + 1]; /* of each active expert */
 } Items;
 
-/* Adds the bias of a panel's rows. Gate and up rows alternate in groups of GATE_GROUP; the bias has all gates first. */
-static void add_bias(const Product *p, int expert, int first, float *sums) {
-    const int gated = p->panel_outputs < PANEL_ROWS;
+/* Adds the bias of an item's rows. Gate and up rows alternate in groups of GATE_GROUP; the bias has all gates first. */
+static void add_bias(const Product *p, int expert, int first_output, float *sums) {
+    const int gated = p->item_outputs < p->item_rows;
     const float *bias = p->bias + (int64_t)expert * (1 + gated) * p->outputs;
-    for (int row = 0; row < PANEL_ROWS; row++) {
+    for (int row = 0; row < p->item_rows; row++) {
         int half = gated ? row / GATE_GROUP % 2 : 0;
-        int output = first + (gated ? row / (2 * GATE_GROUP) * GATE_GROUP + row % GATE_GROUP : row);
+        int output = first_output + (gated ? row / (2 * GATE_GROUP) * GATE_GROUP + row % GATE_GROUP : row);
         if (output < p->outputs) sums[row] += bias[half * p->outputs + output];
     }
 }
 
 static void store_row(const Product *p, float *output, const float *sums, int count) {
-    if (p->epilogue == ACTIVATE)
-        for (int i = 0; i < count; i++) output[i] = sums[i];
-    else
-        for (int i = 0; i < count; i++)
-            output[i] = p->epilogue == ADD ? output[i] + p->scale * sums[i] : p->scale * sums[i];
+    for (int i = 0; i < count; i++) {
+        float value = p->scale * sums[i];
+        output[i] = p->epilogue == ADD ? output[i] + value : value;
+    }
 }
 
-static void run_item(const void *job, long item) {
-    const Items *items = job;
+/* One item: so many outputs of the assignments [from, to). */
+typedef struct Work {
+    const char *panel; /* or the part of it from the item's first row on */
+    int expert, first_output, num_outputs;
+    int from, to;
+} Work;
+
+static Work work_of(const Items *items, long item) {
     const Product *p = items->product;
     int active = 0;
     while (item >= items->first[active + 1]) active++;
     int expert = p->active[active], begin = p->offsets[expert], num_rows = p->offsets[expert + 1] - begin;
     int num_chunks = CEIL_DIV(num_rows, TOKEN_CHUNK);
-    int panel = (int)((item - items->first[active]) / num_chunks), chunk = (item - items->first[active]) % num_chunks;
-    int from = begin + (int)((int64_t)num_rows * chunk / num_chunks);
-    int to = begin + (int)((int64_t)num_rows * (chunk + 1) / num_chunks);
+    int part = (int)((item - items->first[active]) / num_chunks), chunk = (item - items->first[active]) % num_chunks;
+    int parts = PANEL_ROWS / p->item_rows, left = p->outputs - part * p->item_outputs;
+    int64_t element = ((int64_t)(part / parts) * p->num_experts + expert) * p->columns * PANEL_ROWS +
+                      part % parts * p->item_rows;
+    return (Work){.panel = (const char *)p->panels + element * (p->is_float ? sizeof(float) : sizeof(weight_t)),
+                  .expert = expert, .first_output = part * p->item_outputs,
+                  .num_outputs = left < p->item_outputs ? left : p->item_outputs,
+                  .from = begin + (int)((int64_t)num_rows * chunk / num_chunks),
+                  .to = begin + (int)((int64_t)num_rows * (chunk + 1) / num_chunks)};
+}
 
+static void run_item(const void *job, long item) {
+    const Items *items = job;
+    const Product *p = items->product;
+    const Work work = work_of(items, item);
+    const long later = item + items->num_threads < items->count ? item + items->num_threads : item;
+    const void *next = work_of(items, later).panel;
+    const int num_rows = work.to - work.from;
     const int64_t stride = p->input_stride ? p->input_stride : p->columns;
     const float *in[TOKEN_CHUNK];
     PanelSums sums[TOKEN_CHUNK] __attribute__((aligned(64)));
-    for (int r = from; r < to; r++) {
-        int row = p->assignments ? p->assignments[r] : r;
-        in[r - from] = p->input + (int64_t)(row / p->input_divisor) * stride;
+    for (int i = 0; i < num_rows; i++) {
+        int row = p->assignments ? p->assignments[work.from + i] : work.from + i;
+        in[i] = p->input + (int64_t)(row / p->input_divisor) * stride;
     }
-    int64_t element = ((int64_t)panel * p->num_experts + expert) * p->columns * PANEL_ROWS;
-    int first = panel * p->panel_outputs, count = p->outputs - first;
-    if (count > p->panel_outputs) count = p->panel_outputs;
-    if (p->is_float)
-        items->kernels->float_product((const float *)p->panels + element, p->columns, count, to - from, in, sums);
-    else
-        items->kernels->weight_product((const weight_t *)p->panels + element, p->columns,
-                                       p->epilogue == ACTIVATE ? PANEL_ROWS : count, to - from, in, sums);
-    for (int r = from; r < to; r++) {
-        if (p->bias) add_bias(p, expert, first, sums[r - from]);
-        if (p->epilogue == ACTIVATE) items->kernels->activate(sums[r - from], items->header);
-        int64_t row = p->assignments ? p->assignments[r] : r;
-        store_row(p, p->output + row * p->outputs + first, sums[r - from], count);
+    (p->is_float ? items->kernels->float_product : items->kernels->weight_product)(
+        work.panel, p->columns, p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs, num_rows, in, sums, next);
+    for (int i = 0; i < num_rows; i++) {
+        if (p->bias) add_bias(p, work.expert, work.first_output, sums[i]);
+        if (p->epilogue == ACTIVATE) items->kernels->activate(sums[i], items->header);
+        int64_t row = p->assignments ? p->assignments[work.from + i] : work.from + i;
+        store_row(p, p->output + row * p->outputs + work.first_output, sums[i], work.num_outputs);
     }
 }
 
 void host_product(const Model *m, const Product *p) {
-    Items items = {.product = p, .kernels = host_kernels(), .header = &m->header};
-    int num_panels = CEIL_DIV(p->outputs, p->panel_outputs), num_rows = 0;
+    Items items = {.product = p, .kernels = host_kernels(), .header = &m->header, .num_threads = m->num_threads};
+    int num_parts = CEIL_DIV(p->outputs, p->item_outputs), num_rows = 0;
     for (int i = 0; i < p->num_active; i++) {
         int rows = p->offsets[p->active[i] + 1] - p->offsets[p->active[i]];
-        items.first[i + 1] = items.first[i] + (long)num_panels * CEIL_DIV(rows, TOKEN_CHUNK);
+        items.first[i + 1] = items.first[i] + (long)num_parts * CEIL_DIV(rows, TOKEN_CHUNK);
         num_rows += rows;
     }
-    double cost = (double)num_rows * num_panels * PANEL_ROWS * p->columns;
-    parallel_for(m->num_threads, items.first[p->num_active], cost, run_item, &items);
+    items.count = items.first[p->num_active];
+    double cost = (double)num_rows * num_parts * p->item_rows * p->columns;
+    parallel_for(m->num_threads, items.count, cost, run_item, &items);
 }
 
 void host_dense(const Model *m, int num_rows, Product p) {
     const int32_t offsets[2] = {0, num_rows}, active[1] = {0};
-    p.panel_outputs = p.epilogue == ACTIVATE ? PANEL_ROWS / (1 + GATED) : PANEL_ROWS;
+    p.item_rows = p.is_float ? 16 : PANEL_ROWS; /* a router has few rows, but several threads */
+    p.item_outputs = p.epilogue == ACTIVATE ? PANEL_ROWS / (1 + GATED) : p.item_rows;
     p.num_experts = p.num_active = p.input_divisor = 1;
     p.active = active;
     p.offsets = offsets;

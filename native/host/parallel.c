@@ -1,16 +1,48 @@
+/* Sharing a job among threads, on a machine that others use too.
+ *
+ * Items are handed out one at a time, so threads of unequal speed finish together. What that cannot mend is a thread
+ * whose core another process has taken: it holds its last item, or has not even begun, for as many milliseconds as the
+ * scheduler gives to the other, and the whole job waits. A job whose first thread had to wait that long for the last
+ * is taken as a sign of it: the calling thread then works alone for a while, tries again, and doubles the while as long
+ * as the sign comes back. Who works alone competes with nobody: the scheduler has one core for each of the two.
+ *
+ * Results do not depend on any of this. The memory of the sign belongs to the calling thread, so models that run in
+ * several threads of one process do not disturb one another (beyond sharing the cores). */
 #include <omp.h>
 
 #include "host.h"
 
 #define MIN_PARALLEL_COST 1e5 /* multiply-adds: some 5 us, a few times what it takes to wake the other threads */
+#define LONG_WAIT 3e-4        /* seconds: beyond the time to wake a thread, well below a scheduler's time slice */
+#define ALONE_MIN 0.02        /* seconds */
+#define ALONE_MAX 1.28
+
+static _Thread_local struct {
+    double until; /* work alone to then */
+    double length;
+} alone;
+
+static void note_wait(double start, double first_done, long items, int threads) {
+    double now = omp_get_wtime(), per_item = (first_done - start) * threads / items;
+    if (now - first_done < LONG_WAIT + 2 * per_item) return;
+    int is_again = now - alone.until < alone.length;
+    alone.length = !is_again ? ALONE_MIN : alone.length < ALONE_MAX ? 2 * alone.length : ALONE_MAX;
+    alone.until = now + alone.length;
+}
 
 void parallel_for(int num_threads, long items, double cost, void (*run)(const void *job, long item), const void *job) {
     int threads = cost < MIN_PARALLEL_COST ? 1 : num_threads < items ? num_threads : (int)items;
-    if (threads <= 1) {
+    double start = threads > 1 ? omp_get_wtime() : 0, first_done = 0;
+    if (threads <= 1 || start < alone.until) {
         for (long item = 0; item < items; item++) run(job, item);
         return;
     }
     long next = 0;
+    int num_done = 0;
 #pragma omp parallel num_threads(threads)
-    for (long item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) run(job, item);
+    {
+        for (long item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) run(job, item);
+        if (__atomic_fetch_add(&num_done, 1, __ATOMIC_RELAXED) == 0) first_done = omp_get_wtime();
+    }
+    note_wait(start, first_done, items, threads);
 }

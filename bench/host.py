@@ -1,0 +1,150 @@
+"""The host backend's MoE block against the machine's own ceilings, as CSV on stdout: python -m bench.host
+
+A bare stack of 7 layers of 32 experts, k=2, hidden 1024, ffn 1792, gated, f16: 2.3 GiB of weights, 64 times a large
+cache. Decode is one token a step, with a new random token each, so that its experts come from memory; it is compared
+with the rate at which the same memory is read by a plain sum. Prefill is 512 tokens a step; it is compared with the
+rate of independent fused multiply-adds. A ceiling is probed before and after every measurement, because a shared
+machine's ceilings move; the columns are medians. The last rows are decode beside a process that takes one core.
+"""
+
+import argparse
+import csv
+import hashlib
+import mmap
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from colibri.headers import NATIVE
+from colibri.native import Library
+
+LAYERS, EXPERTS, K, HIDDEN, FFN = 7, 32, 2, 1024, 1792
+CONFIG = {"num_experts": EXPERTS, "k": K, "hidden": HIDDEN, "ffn": FFN, "num_heads": 0, "num_kv_heads": 0,
+          "head_dim": 0, "vocab_size": 0}
+EXPERT_BYTES = 3 * HIDDEN * FFN * 2
+UP_BYTES, DOWN_BYTES = EXPERTS * EXPERT_BYTES * 2 // 3, EXPERTS * EXPERT_BYTES // 3
+READ_BYTES = 2 << 30
+COLUMNS = ["what", "threads", "value", "unit", "ceiling", "ratio", "command"]
+
+
+def build():
+    config = " ".join(f"-D{name.upper()}={value}" for name, value in CONFIG.items())
+    subprocess.run(["make", "-s", f"CONFIG={config}"], cwd=NATIVE.parent, check=True)
+    key = hashlib.sha256(config.encode()).hexdigest()[:12]
+    return Library(NATIVE.parent / "build" / f"host-{key}" / "libcolibri.so")
+
+
+class Stack:
+    """The benchmark's model: one block of weights, and a bound model for each number of threads asked for."""
+
+    def __init__(self):
+        self.library = build()
+        self.rng = np.random.default_rng(0)
+        self.weights = np.frombuffer(mmap.mmap(-1, LAYERS * (UP_BYTES + DOWN_BYTES)), np.uint16)
+        piece = (self.rng.standard_normal(1 << 22) / 32).astype(np.float16).view(np.uint16)
+        for start in range(0, len(self.weights), len(piece)):
+            self.weights[start:start + len(piece)] = piece[:len(self.weights) - start]
+        self.routers = self.rng.standard_normal((LAYERS, 1, HIDDEN, 64)).astype(np.float32)
+        self.models = {}
+
+    def bind(self, threads):
+        """(model address, batch, x): what a step needs."""
+        if threads not in self.models:
+            structs = self.library.headers.structs
+            header, batch = np.zeros(1, structs["BinHeader"]), np.zeros(1, structs["Batch"])
+            header["num_layers"], header["routed_scaling"] = LAYERS, 1
+            layers, weights = np.zeros(LAYERS, structs["Layer"]), np.zeros(1, structs["Weights"])
+            for index, layer in enumerate(layers):
+                layer["router"] = self.routers[index].ctypes.data
+                layer["experts_up"] = self.weights.ctypes.data + index * (UP_BYTES + DOWN_BYTES)
+                layer["experts_down"] = layer["experts_up"] + UP_BYTES
+            state = np.frombuffer(mmap.mmap(-1, self.library.state_bytes(0, LAYERS, 1)), np.uint8)
+            model = np.zeros(self.library.model_bytes(), np.uint8)
+            self.library.bind(model.ctypes.data, 0, header.ctypes.data, weights.ctypes.data, layers.ctypes.data,
+                              state.ctypes.data, batch.ctypes.data, 1, threads, None)
+            offset = 0
+            for buffer in self.library.headers.state_buffers(LAYERS, 1):
+                if buffer.name == "x":
+                    x = state[offset:].view(np.float32)[:buffer.rows * HIDDEN].reshape(-1, HIDDEN)
+                offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096
+            self.models[threads] = model, batch, x, (header, layers, weights, state)
+        return self.models[threads][:3]
+
+    def step(self, threads, num_tokens):
+        """Seconds for one step of all layers, from a fresh random input."""
+        model, batch, x = self.bind(threads)
+        x[:num_tokens] = self.rng.standard_normal((num_tokens, HIDDEN), np.float32)
+        batch["num_tokens"] = num_tokens
+        start = time.perf_counter()
+        self.library.forward_stack(model.ctypes.data, num_tokens)
+        return time.perf_counter() - start
+
+    def read_rate(self, threads):
+        start = time.perf_counter()
+        self.library.read_sum(self.weights.ctypes.data, READ_BYTES, threads)
+        return READ_BYTES / (time.perf_counter() - start)
+
+    def decode_rate(self, threads, seconds):
+        """Bytes of routed experts a second over so long, in steps of one token."""
+        spent, steps = 0.0, 0
+        while spent < seconds:
+            spent += self.step(threads, 1)
+            steps += 1
+        return steps * LAYERS * (K * EXPERT_BYTES + EXPERTS * HIDDEN * 4) / spent
+
+    def prefill_rate(self, threads):
+        return 512 * K * LAYERS * 3 * HIDDEN * FFN / self.step(threads, 512)
+
+
+def against(rounds, measure, ceiling):
+    """(median value, median ceiling, median ratio), the ceiling being probed on both sides of each measurement."""
+    rows, before = [], ceiling()
+    for _ in range(rounds):
+        value, after = measure(), ceiling()
+        rows.append((value, (before + after) / 2, value / ((before + after) / 2)))
+        before = after
+    return [statistics.median(column) for column in zip(*rows)]
+
+
+def measurements(stack, rounds):
+    """Rows of COLUMNS without the command."""
+    for threads in (1, 2):
+        value, top, ratio = against(rounds, lambda t=threads: stack.decode_rate(t, 0.05),
+                                    lambda t=threads: stack.read_rate(t))
+        yield "decode, 1 token", threads, value / 1e9, "GB/s", top / 1e9, ratio
+        value, top, ratio = against(rounds // 2, lambda t=threads: stack.prefill_rate(t),
+                                    lambda t=threads: stack.library.fma_rate(0.1, t))
+        yield "prefill, 512 tokens", threads, value / 1e9, "GFMA/s", top / 1e9, ratio
+    hog = [sys.executable, "-c", "while True: pass"]
+    for threads in (1, 2):
+        rows = []
+        for _ in range(5):
+            alone = stack.decode_rate(1, 1)
+            with subprocess.Popen(hog) as other:
+                time.sleep(0.2)
+                rows.append((stack.decode_rate(threads, 2), alone))
+                other.kill()
+        value, alone = (statistics.median(column) / 1e9 for column in zip(*rows))
+        yield ("decode beside a busy process; ceiling: one thread without it", threads, value, "GB/s", alone,
+               statistics.median(value / alone for value, alone in rows))
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20, metavar="N")
+    rounds = parser.parse_args().rounds
+    stack = Stack()
+    stack.step(2, 512)
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for what, threads, value, unit, ceiling, ratio in measurements(stack, rounds):
+        writer.writerow([what, threads, f"{value:.1f}", unit, f"{ceiling:.1f}", f"{ratio:.3f}",
+                         f"python -m bench.host --rounds {rounds}"])
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The MoE block beside what torch and transformers give on the same GPU, in one run, with the same random weights' shapes.
+
+    python3 -m bench.peers [--csv FILE]
+
+Peers: softmax, topk and normalisation in torch, in a CUDA graph; transformers' MixtralSparseMoeBlock with the grouped_mm
+experts, in a CUDA graph. Both rotate over the same number of layers as bench.kernels does, so weights are cold.
+Needs torch and transformers, which the engine itself does not.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import torch
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+from bench import kernels
+
+
+def median_time(step, layers):
+    """Median microseconds a layer of a graph that calls step(layer) for each of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        for layer in range(layers):
+            step(layer)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for layer in range(layers):
+                step(layer)
+        return kernels.time_launches(stream.cuda_stream, graph.replay, 20) / layers
+
+
+def router(tokens, experts, k):
+    logits = torch.randn(8, tokens, experts, device="cuda")
+
+    def step(layer):
+        weights, _ = torch.topk(torch.softmax(logits[layer], -1, dtype=torch.float), k, dim=-1)
+        return weights / weights.sum(-1, keepdim=True)
+
+    return median_time(step, 8)
+
+
+def mixtral_block(shape):
+    config = MixtralConfig(hidden_size=shape["hidden"], intermediate_size=shape["ffn"], num_local_experts=shape["num_experts"],
+                           num_experts_per_tok=shape["k"])
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        blocks = [MixtralSparseMoeBlock(config).to(torch.bfloat16) for _ in range(shape["num_layers"])]
+    for number, block in enumerate(blocks):
+        blocks[number] = block.to_empty(device="cuda").eval()
+        for parameter in block.parameters():
+            parameter.data.normal_(std=0.03)
+    return blocks
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for name in ("32x2-4096-14336", "128x8-2048-768"):
+        shape, bench = kernels.SHAPES[name], kernels.Bench(name)
+        blocks = mixtral_block(shape)
+        for tokens in (1, 4, 16, 32):
+            x = torch.randn(1, tokens, shape["hidden"], device="cuda", dtype=torch.bfloat16)
+            bench.begin(tokens)
+            ours, _ = bench.time(kernels.BLOCK, tokens, [range(shape["num_layers"])])
+            ours_router, _ = bench.time(["router"], tokens, [range(shape["num_layers"])])
+            peer = median_time(lambda layer, x=x, blocks=blocks: blocks[layer](x), shape["num_layers"])
+            peer_router = router(tokens, shape["num_experts"], shape["k"])
+            rows += [(name, tokens, "block", f"{ours:.1f}", f"{peer:.1f}", f"{peer / ours:.2f}"),
+                     (name, tokens, "router", f"{ours_router:.1f}", f"{peer_router:.1f}", f"{peer_router / ours_router:.2f}")]
+            for row in rows[-2:]:
+                print(*(f"{cell:>16}" for cell in row), flush=True)
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([("shape", "tokens", "op", "us", "peer_us", "peer_over_ours"), *rows])
+
+
+if __name__ == "__main__":
+    main()
