@@ -55,7 +55,8 @@ class Stack:
         if threads not in self.models:
             structs = self.library.headers.structs
             header, batch = np.zeros(1, structs["BinHeader"]), np.zeros(1, structs["Batch"])
-            header["num_layers"], header["routed_scaling"] = LAYERS, 1
+            header["num_layers"] = LAYERS
+            header["routed_scaling"] = header["residual_multiplier"] = 1
             layers, weights = np.zeros(LAYERS, structs["Layer"]), np.zeros(1, structs["Weights"])
             for index, layer in enumerate(layers):
                 layer["router"] = self.routers[index].ctypes.data

@@ -57,7 +57,8 @@ class Bench:
         header, weights = np.zeros(1, structs["BinHeader"]), np.zeros(1, structs["Weights"])
         for name, value in self.config.items():
             header[name] = value
-        header["routed_scaling"], self.layers = 1, np.zeros(layers, structs["Layer"])
+        header["routed_scaling"] = header["residual_multiplier"] = 1
+        self.layers = np.zeros(layers, structs["Layer"])
         experts, hidden, ffn = (self.config[name] for name in ("num_experts", "hidden", "ffn"))
         for layer in self.layers:
             layer["experts_up"] = self.random_weights(experts * -(-2 * ffn // 64) * 64 * hidden)

@@ -273,7 +273,7 @@ def bare_fields(family, sizes, c, flags):
         if field == "activation" and value is not None:
             value = _activation_code(value, flag if given is not None else c.where)
         if field in family.routing:
-            if value not in (None, family.routing[field]):
+            if not (value in (None, family.routing[field]) or _means_nothing(field, value, fields)):
                 raise ColibriError(f"{c.where or flag}: {field}={value}, expected {family.routing[field]}, as always in "
                                    f"{family.name}; drop it")
         elif value is None:
@@ -282,6 +282,12 @@ def bare_fields(family, sizes, c, flags):
         else:
             fields[field] = int(value)
     return fields
+
+
+def _means_nothing(field, value, fields):
+    """Whether a choice is no other than the family's: a softmax over the chosen adds up to 1, a clamped SwiGLU is one."""
+    return (field == "renormalize" and value and fields["router_kind"] == ROUTER_TOPK_SOFTMAX
+            or field == "activation" and value == SILU and fields["activation"] == ACTIVATION_CLAMPED)
 
 
 def _activation_code(name, where):

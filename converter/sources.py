@@ -120,6 +120,7 @@ def bind(family, tensors, fields, where, keys=None):
     tensors: {name: Tensor}. A list of a gated matrix is gate rows, then up rows; what has no experts has one list.
     Every tensor is used, left out by name, missing or extra. keys: those of MOE alone, for bare MoE layers."""
     found, ignored = _by_template(family, decoded(tensors, fields["fp8_block"], where), fields, where)
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
     result, missing, used = {}, [], set()
     for key, alternatives in family.tensors.items():
         if keys and key not in keys:
@@ -135,6 +136,7 @@ def bind(family, tensors, fields, where, keys=None):
     if not keys:
         result["rope_frequencies"] = [[in_memory("rope_frequencies", fields["rope_frequencies"])]]
     extra = [t.name for places in found.values() for t in places.values() if t.name not in used]
+    missing = [name if name.startswith("lm_head.") else prefix + name for name in missing]
     return Bound(result, ignored, missing, extra)
 
 

@@ -49,10 +49,23 @@ def activation(x, kind):
     return x * sigmoid(x)
 
 
+def frequencies(rotary_dim, theta):
+    """The tensor rope_frequencies of the default kind, float32 (rotary_dim / 2,)."""
+    return (theta ** (-np.arange(rotary_dim // 2) / (rotary_dim // 2))).astype(np.float32)
+
+
+def neutral(model):
+    """`model` with the header fields that a plain model has without being asked."""
+    head_dim = model["head_dim"]
+    return {**fields(v_head_dim=head_dim, rotary_dim=head_dim, attention_scale=head_dim ** -0.5 if head_dim else 0.0,
+                   final_norm_eps=model["norm_eps"], rope_attention_factor=1.0, embedding_multiplier=1.0,
+                   residual_multiplier=1.0, logits_multiplier=1.0), **model}
+
+
 def rope(heads, positions, theta):
     """heads (tokens, num_heads, head_dim), rotated in pairs (i, i + head_dim / 2)."""
     half = heads.shape[-1] // 2
-    angle = np.asarray(positions, np.float64)[:, None] * theta ** (-np.arange(half) / half)
+    angle = np.asarray(positions, np.float64)[:, None] * frequencies(2 * half, theta).astype(np.float64)
     cosine, sine = (f(angle)[:, None].astype(heads.dtype) for f in (np.cos, np.sin))
     a, b = heads[..., :half], heads[..., half:]
     return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
@@ -211,6 +224,7 @@ def random_model(rng, **config):
                     vocab_size=0, weight_dtype=F16, activation=SILU, gated=1, router_kind=SOFTMAX, router_bias=0,
                     renormalize=1, num_groups=1, topk_groups=1, routed_scaling=1.0, norm_kind=1, norm_eps=1e-5,
                     rope_kind=1, rope_theta=10000.0, tied_embeddings=0), **config}
+    model = neutral(model)
     hidden, ffn, experts = model["hidden"], model["ffn"], model["num_experts"]
 
     def matrix(*shape, dtype=model["weight_dtype"]):
@@ -246,6 +260,7 @@ def stored_tensors(model):
     dtype = model["weight_dtype"]
     tensors = {}
     if model["num_heads"]:
+        tensors["rope_frequencies"] = frequencies(model["rotary_dim"], model["rope_theta"])
         tensors["embed"], tensors["final_norm"] = to_panels(to_bits(model["embed"], dtype)), model["final_norm"]
         if model["lm_head"] is not None:
             tensors["lm_head"] = to_panels(to_bits(model["lm_head"], dtype))

@@ -3,6 +3,7 @@
 import zlib
 
 import numpy as np
+import reference
 
 from colibri import headers
 from colibri.checkpoint import STORED, stored_elements
@@ -19,7 +20,8 @@ STACK = {**DENSE, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "vocab_size"
 def write_model(path, shape=DENSE, seed=0, **changes):
     """A random model of that shape. Padding rows are random too: nothing may depend on them but as zeros in ffn."""
     structs, constants = headers.default().structs, headers.default().constants
-    shape = {**dict.fromkeys(structs["BinHeader"].names, 0), **shape, **changes}
+    shape = reference.neutral({**shape, **changes})
+    shape = {**dict.fromkeys(structs["BinHeader"].names, 0), "window_layers": [0] * 4, "dense_layers": [0] * 4, **shape}
     tensors = headers.default().tensors(shape)
     generator = np.random.default_rng(seed)
     directory = np.zeros(len(tensors), structs["BinTensor"])
@@ -53,10 +55,12 @@ def seal(start):
 
 def _random(tensor, shape, constants, generator):
     count = stored_elements(tensor, shape, constants)
+    if tensor.name == "rope_frequencies":
+        return reference.frequencies(shape["rotary_dim"], shape["rope_theta"])
     if len(tensor.shape) == 1:
         return np.ones(count, np.float32)
     values = generator.standard_normal(count, dtype=np.float32) / np.float32(np.sqrt(tensor.shape[-1]))
-    if tensor.name.endswith("router"):
+    if tensor.type == "float":
         return values
     names = {code: name.upper() for name, code in headers.default().codes("DTYPE").items()}
     stored = STORED[names[shape["weight_dtype"]]]

@@ -14,7 +14,8 @@ from colibri.errors import ColibriError
 from converter import bin_writer
 
 FIELDS = {**dict.fromkeys(headers.default().structs["BinHeader"].names, 0), "num_layers": 2, "num_experts": 3, "k": 2,
-          "hidden": 10, "ffn": 6, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "interleave_rows": 64}
+          "hidden": 10, "ffn": 6, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "interleave_rows": 64,
+          "window_layers": [], "dense_layers": []}
 
 
 def contents(directory):

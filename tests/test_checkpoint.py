@@ -46,7 +46,7 @@ def test_yields_every_tensor_in_place_and_read_only(tmp_path, shape):
 
 def test_converted_model(moe_32):
     checkpoint = Checkpoint(moe_32)
-    assert len(checkpoint.tensors) == 3 + 6 * 7
+    assert len(checkpoint.tensors) == 4 + 6 * 7
     assert checkpoint.tensors["layers.5.experts_up"].size == 32 * 192 * 128
     assert checkpoint.tensors["layers.5.router"].dtype == np.float32
 
@@ -65,7 +65,7 @@ def test_every_flipped_bit_of_header_and_directory_is_found(model):
     Checkpoint(model)
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 4, 7, 8, 15, 16, 255, 256, 257, 4096, -1])
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 7, 8, 15, 16, 511, 512, 513, 4096, -1])
 def test_every_truncation_is_found(model, size):
     model.write_bytes(model.read_bytes()[:size])
     with pytest.raises(ColibriError, match="model.bin: "):
@@ -78,7 +78,7 @@ def test_trailing_bytes_are_found(model):
         Checkpoint(model)
 
 
-def set_tensor(field, value, index=3):
+def set_tensor(field, value, index=4):
     def change(header, directory):
         directory[field][index] = value
     return change
@@ -112,7 +112,7 @@ def set_header(field, value):
     (set_header("k", 0), "k=0, expected 1 to 8"),
     (set_header("num_experts", 257), "num_experts=257, expected 1 to 256"),
     (set_header("weight_dtype", 3), r"weight_dtype=3, expected one of 0 \(f32\), 1 \(f16\), 2 \(bf16\)"),
-    (set_header("activation", 3), "activation=3"),
+    (set_header("activation", 4), "activation=4"),
     (set_header("router_kind", 99), "router_kind=99"),
     (set_header("gated", 2), "gated=2, expected 0 or 1"),
     (set_header("num_groups", 3), "num_groups=3, expected a divisor of num_experts=8"),
@@ -125,7 +125,7 @@ def set_header(field, value):
     (set_header("interleave_rows", 32), "interleave_rows=32, expected 64"),
     (set_header("directory_offset", 1 << 62), "directory=bytes"),
     (set_header("num_tensors", 0xFFFFFFFF), "directory=bytes"),
-    (set_header("header_bytes", 255), "header_bytes=255, expected 256"),
+    (set_header("header_bytes", 255), "header_bytes=255, expected 512"),
     (set_header("reserved", 1), "reserved=not zero, expected 0"),
     (set_header("version", 3), "version=3, this build reads 1 and 2"),
 ])

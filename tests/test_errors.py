@@ -54,12 +54,12 @@ def write(name, data):
 
 
 def moved(data, offset):
-    """The model with its fifth tensor's offset changed, under a right checksum."""
+    """The model with its sixth tensor's offset changed, under a right checksum."""
     structs = headers.default().structs
     data, start = bytearray(data), structs["BinHeader"].itemsize
     count = int(np.frombuffer(data, structs["BinHeader"], 1)["num_tensors"][0])
     directory = np.frombuffer(data, structs["BinTensor"], count, start)
-    directory["offset"][4] = offset
+    directory["offset"][5] = offset
     end = start + directory.nbytes
     return seal(bytes(data[:end])) + data[end:]
 
@@ -73,9 +73,9 @@ directory: --model folder.bin --prompt hello
 empty: --model empty.bin --prompt hello
     empty.bin: size=0, expected a model; the file is empty, convert again
 short: --model short.bin --prompt hello
-    short.bin: size=100, expected at least 256 bytes; the file is cut off, convert again
+    short.bin: size=100, expected at least 512 bytes; the file is cut off, convert again
 truncated: --model cut.bin --prompt hello
-    cut.bin: size=9000000, expected 15134720 bytes from the header; the file is cut off or has grown, convert again
+    cut.bin: size=9000000, expected 15138816 bytes from the header; the file is cut off or has grown, convert again
 foreign: --model foreign.bin --prompt hello
     foreign.bin: magic='\\x89PNG', expected 'COLI'; not a Colibri model, make one with python -m converter
 version 1: --model v1.bin --prompt hello
@@ -84,7 +84,7 @@ version 1: --model v1.bin --prompt hello
 version 3: --model v3.bin --prompt hello
     v3.bin: version=3, this build reads 1 and 2; convert again with this converter
 out of bounds: --model outside.bin --prompt hello
-    outside.bin: layers.0.qkv: offset=8589934592, expected at most 15069184 for 65536 bytes in a file of 15134720;
+    outside.bin: layers.0.qkv: offset=8589934592, expected at most 15073280 for 65536 bytes in a file of 15138816;
     the file is damaged, convert again
 overlap: --model overlap.bin --prompt hello
     overlap.bin: layers.0.qkv begins at byte 8192, expected at or after byte 73728, where embed ends; the file is

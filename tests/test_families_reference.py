@@ -8,7 +8,9 @@ import pytest
 import reference_families
 
 from colibri.errors import ColibriError
-from converter import families, pt_reader, safetensors_reader
+from converter import config as configs
+from converter import inputs, names, pt_reader, sources
+from converter.values import Values
 
 CASES = Path(__file__).parent / "data" / "families"
 # The recorded models' rotary frequencies had been rounded to the stored dtype before they ran in float32.
@@ -16,11 +18,7 @@ ROUNDED = {"qwen3_moe": "bfloat16", "gpt_oss": "bfloat16", "glm4_moe": "bfloat16
 
 
 def checkpoint(folder):
-    if (folder / "model.safetensors.index.json").exists():
-        return safetensors_reader.read_shards(folder / "model.safetensors.index.json")
-    if (folder / "model.safetensors").exists():
-        return safetensors_reader.read_file(folder / "model.safetensors")
-    return pt_reader.read_checkpoint(folder / "pytorch_model.bin")
+    return inputs.read(folder).tensors
 
 
 def config(name):
@@ -29,8 +27,8 @@ def config(name):
 
 def model(name):
     """(header fields, {Colibri name: array})."""
-    family, fields = families.header_fields(config(name), name)
-    bound = families.sources(family, checkpoint(CASES / name), fields, name)
+    family, fields = sources.header_fields(Values(config(name), name))
+    bound = sources.sources(family, checkpoint(CASES / name), fields, name)
     return fields, {key: array(experts) for key, experts in bound.sources.items()}
 
 
@@ -52,7 +50,7 @@ def rounded(values, dtype):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", names.FAMILIES)
 def test_logits_and_greedy_tokens_are_the_originals(name):
     fields, weights = model(name)
     if name in ROUNDED:
@@ -68,13 +66,13 @@ def test_logits_and_greedy_tokens_are_the_originals(name):
         assert reference_families.logits(fields, weights, read)[7:].argmax(1).tolist() == tokens.tolist()
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", names.FAMILIES)
 def test_every_tensor_is_needed(name):
-    family, fields = families.header_fields(config(name), name)
+    family, fields = sources.header_fields(Values(config(name), name))
     tensors = checkpoint(CASES / name)
     for left_out in list(tensors)[::7]:
         with pytest.raises(ColibriError, match="missing tensor"):
-            families.sources(family, {key: value for key, value in tensors.items() if key != left_out}, fields, name)
+            sources.sources(family, {key: value for key, value in tensors.items() if key != left_out}, fields, name)
 
 
 REFUSED = [
@@ -101,7 +99,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED, ids=lambda value: str(value)[:30])
 def test_what_would_compute_something_else_is_refused(name, change, message):
     with pytest.raises(ColibriError, match=message):
-        families.header_fields({**config(name), **change}, name)
+        sources.header_fields(Values({**config(name), **change}, name))
 
 
 PT = Path(__file__).parent / "data" / "pt"
@@ -114,8 +112,9 @@ PLAIN = {"router": ("router",), "router_bias": ("router_correction",), "router_l
 @pytest.mark.parametrize("path", sorted(PT.glob("fam_*.pt")), ids=lambda path: path.stem)
 def test_bare_moe_layers_are_known_by_their_names(path):
     tensors = pt_reader.read_checkpoint(path)
-    family, fields = families.bare_fields(tensors, path)
-    bound = families.sources(family, tensors, fields, path, keys=families.MOE).sources
+    family, sizes = sources.bare_family(tensors, path)
+    fields = configs.bare_fields(family, sizes, Values({}, None), {"k": 2, "activation": "silu", "renormalize": True})
+    bound = sources.sources(family, tensors, fields, path, keys=sources.MOE).sources
     expected = dict(np.load(path.with_suffix(".canon.npz")))
     for key, experts in bound.items():
         _, layer, field = key.split(".")

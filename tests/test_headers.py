@@ -50,7 +50,7 @@ def test_headers_agree_with_the_compiler(config, tmp_path):
 
 def test_format_structs_have_their_stated_sizes_and_no_padding():
     structs = headers.default().structs
-    assert structs["BinHeader"].itemsize == 256
+    assert structs["BinHeader"].itemsize == 512
     assert structs["BinTensor"].itemsize == 120
     for name in ("BinHeader", "BinTensor", "Config", "Batch", "Layer", "Weights"):
         assert sum(structs[name][field].itemsize for field in structs[name].names) == structs[name].itemsize, name
@@ -59,11 +59,11 @@ def test_format_structs_have_their_stated_sizes_and_no_padding():
 
 
 def header(**fields):
-    return {**dict.fromkeys(headers.default().structs["BinHeader"].names, 0), **fields}
+    return {**dict.fromkeys(headers.default().structs["BinHeader"].names, 0), "dense_layers": [0] * 4, **fields}
 
 
 def test_tensors_of_a_transformer():
-    model = header(num_layers=2, hidden=10, ffn=6, num_heads=4, num_kv_heads=2, head_dim=3, vocab_size=11,
+    model = header(num_layers=2, hidden=10, ffn=6, num_heads=4, num_kv_heads=2, head_dim=3, v_head_dim=3, vocab_size=11,
                    num_experts=5, gated=1, tied_embeddings=1, router_bias=1)
     tensors = {tensor.name: (tensor.type, tensor.shape) for tensor in headers.default().tensors(model)}
     assert "lm_head" not in tensors
@@ -83,10 +83,34 @@ def test_tensors_of_a_bare_stack():
         "layers.0.router", "layers.0.experts_up", "layers.0.experts_down"]
 
 
+def test_tensors_of_a_dense_layer_and_a_shared_expert():
+    model = header(num_layers=34, hidden=10, ffn=6, num_experts=5, gated=1, dense_ffn=20, shared_ffn=8, shared_gate=1,
+                   dense_layers=headers.mask([0, 33]))
+    tensors = {tensor.name: tensor.shape for tensor in headers.default().tensors(model)}
+    assert model["dense_layers"] == [1, 2, 0, 0]
+    for dense, moe in ((0, 1), (33, 32)):
+        assert tensors[f"layers.{dense}.mlp_up"] == (40, 10) and tensors[f"layers.{dense}.mlp_down"] == (10, 20)
+        assert tensors[f"layers.{moe}.mlp_up"] == (16, 10) and tensors[f"layers.{moe}.shared_gate"] == (10,)
+        assert f"layers.{dense}.router" not in tensors and f"layers.{dense}.shared_gate" not in tensors
+        assert tensors[f"layers.{moe}.experts_up"] == (5, 12, 10)
+
+
+def test_rows_of_each_kind_of_attention():
+    model = header(num_layers=1, hidden=10, ffn=6, num_heads=4, num_kv_heads=2, head_dim=6, v_head_dim=6, vocab_size=11,
+                   num_experts=5, k=2)
+    latent = {"attention_kind": 1, "num_kv_heads": 4, "v_head_dim": 5, "kv_lora_rank": 7, "rotary_dim": 2}
+    for change, qkv, kv_b, out in (({}, 48, None, 24), ({**latent, "q_lora_rank": 3}, 12, (36, 7), 20),
+                                   (latent, 33, (36, 7), 20), ({"attention_kind": 2}, 24, None, None)):
+        tensors = {tensor.name: tensor.shape for tensor in headers.default().tensors({**model, **change})}
+        assert tensors["layers.0.qkv"] == (qkv, 10) and tensors.get("layers.0.kv_b") == kv_b
+        assert tensors.get("layers.0.attention_out") == (out and (10, out))
+        assert ("layers.0.attention_experts_in" in tensors) == (out is None)
+
+
 def test_codes_and_functions():
     reader = headers.default()
-    assert reader.codes("ACTIVATION") == {"silu": 0, "gelu": 1, "relu": 2}
-    assert reader.codes("ROUTER") == {"softmax": 0, "topk_softmax": 1, "sigmoid": 2}
+    assert reader.codes("ACTIVATION") == {"silu": 0, "gelu": 1, "relu": 2, "clamped_swiglu": 3}
+    assert reader.codes("ROUTER") == {"softmax": 0, "topk_softmax": 1, "sigmoid": 2, "sparsemixer": 3}
     assert reader.functions["colibri_error"] == (ctypes.c_char_p, [])
     assert reader.functions["colibri_fma_rate"] == (ctypes.c_double, [ctypes.c_double, ctypes.c_int])
     assert reader.functions["colibri_run_op"] == (

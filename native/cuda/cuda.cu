@@ -16,7 +16,7 @@ static int check(const Model *m) {
     const bool plain_attention = ATTENTION_KIND == ATTENTION_GQA && QK_NORM == QK_NORM_NONE && !SINKS &&
                                  ROTARY_DIM == HEAD_DIM && !h.qkv_bias && !h.attention_out_bias && !h.window &&
                                  h.clip_qkv == 0 && (!NUM_HEADS || h.rope_attention_factor == 1) &&
-                                 (!NUM_HEADS || h.attention_scale == (float)(1 / std::sqrt((double)HEAD_DIM)));
+                                 (!NUM_HEADS || std::fabs(h.attention_scale * std::sqrt((double)HEAD_DIM) - 1) < 1e-6);
     const bool plain_ffn = ROUTER_KIND != ROUTER_SPARSEMIXER && ACTIVATION != ACTIVATION_CLAMPED_SWIGLU &&
                            !h.router_logit_bias && !EXPERT_BIAS && !DENSE_FFN && !SHARED_FFN && !h.ffn_out_bias &&
                            h.renormalize_min == 0;
