@@ -279,8 +279,9 @@ class Session:
         return self.engine.pin(array)
 
     def generate(self, prompt_tokens, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, seed=0):
-        """Yields max_new_tokens tokens that continue the session after prompt_tokens (ints or bytes).
+        """Yields up to max_new_tokens tokens that continue the session after prompt_tokens (ints or bytes).
 
+        One of the checkpoint's end tokens (checkpoint.eos) ends the text, and is not yielded.
         temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. The same seed draws the same tokens.
         """
         sampler = check_sampler(Sampler(temperature, top_k, top_p, seed))
@@ -294,6 +295,8 @@ class Session:
     def _generate(self, tokens, max_new_tokens, sampler):
         for _ in range(max_new_tokens):
             tokens = self.engine.step([(self, tokens)], [sampler])
+            if tokens[0] in self.engine.checkpoint.eos:
+                return
             yield tokens[0]
 
     def close(self):

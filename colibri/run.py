@@ -14,10 +14,11 @@ from colibri import report
 from colibri.checkpoint import Checkpoint
 from colibri.engine import BACKENDS, DISPATCH, MAX_THREADS, Engine, Sampler, check_sampler
 from colibri.errors import ColibriError
+from colibri.text import Stream, codec
 
 DESCRIPTION = """\
 Runs a model. Three kinds of run, each ending in a table of its figures:
-  --prompt TEXT             text: the continuation streams to stdout, byte by byte
+  --prompt TEXT             text: the continuation streams to stdout (--prompt-ids: as token numbers)
   --input x.npy --output y.npy   a bare stack of MoE layers: hidden states in, hidden states out
   neither                   latency: random tokens, prefilled, then decoded, timed"""
 
@@ -71,6 +72,7 @@ def parse(arguments):
              "or what fits the context)")
     text = parser.add_argument_group("text run")
     text.add_argument("--prompt", metavar="TEXT|@FILE|-", help="the text to continue, a file of it, or - for stdin")
+    text.add_argument("--prompt-ids", metavar="17,4,256|@FILE|-", help="the same as token numbers, in and out")
     text.add_argument("--temperature", type=_float("--temperature"), metavar="X", help="0 (default) is greedy")
     text.add_argument("--top-k", type=_int("--top-k", 0), metavar="N", help="draw from the N likeliest; 0: all")
     text.add_argument("--top-p", type=_float("--top-p"), metavar="X",
@@ -89,7 +91,8 @@ def parse(arguments):
     if unknown:
         valid = " ".join(name for action in parser._actions for name in action.option_strings)
         raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
-    options.kind = "text" if options.prompt is not None else "stack" if options.input or options.output else "latency"
+    is_text = options.prompt is not None or options.prompt_ids is not None
+    options.kind = "text" if is_text else "stack" if options.input or options.output else "latency"
     _check_kind(options)
     return options
 
@@ -99,6 +102,8 @@ def _check_kind(options):
     if options.kind == "stack" and not (options.input and options.output):
         missing = "--output" if options.input else "--input"
         raise ColibriError(f"{missing}: missing, expected with the other; hidden states go from --input to --output")
+    if options.prompt is not None and options.prompt_ids is not None:
+        raise ColibriError("--prompt-ids: given, expected only without --prompt; leave one of them out")
     foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
                "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",)}
     for name in foreign[options.kind]:
@@ -159,18 +164,17 @@ def main(arguments=None):
 
 
 def prepare(options, checkpoint):
-    """What can be wrong with the input is found before a library is built: the prompt's bytes, or the array."""
+    """What can be wrong with the input is found before a library is built: (codec, the prompt's tokens), or the array."""
     if options.kind == "text":
-        return read_prompt(options.prompt, checkpoint)
+        is_numbers = options.prompt is None
+        used = codec(checkpoint, is_numbers)
+        option = "--prompt-ids" if is_numbers else "--prompt"
+        return used, used.encode(read_prompt(option, options.prompt_ids if is_numbers else options.prompt))
     return read_array(options.input, checkpoint) if options.kind == "stack" else None
 
 
-def read_prompt(prompt, checkpoint):
-    vocab_size = checkpoint.header["vocab_size"]
-    if vocab_size != 256:
-        others = "a latency run, or the Python API with token numbers" if vocab_size else "--input, or a latency run"
-        raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size}, expected 256 for --prompt, where a token is a "
-                           f"byte; use {others}")
+def read_prompt(option, prompt):
+    """The bytes that an option's TEXT, @FILE or - stands for."""
     try:
         if prompt == "-":
             text = sys.stdin.buffer.read()
@@ -180,34 +184,40 @@ def read_prompt(prompt, checkpoint):
         else:
             text = os.fsencode(prompt)
     except OSError as error:
-        raise ColibriError(f"--prompt: {prompt}: {error.strerror}, expected a file of text") from None
+        raise ColibriError(f"{option}: {prompt}: {error.strerror}, expected a file of text") from None
     if not text:
-        raise ColibriError("--prompt: 0 bytes, expected at least 1; the model needs something to continue")
+        raise ColibriError(f"{option}: 0 bytes, expected at least 1; the model needs something to continue")
     return text
 
 
-def run_text(engine, options, meter, prompt):
+def run_text(engine, options, meter, prepared):
+    used, prompt = prepared
     sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
                                     1.0 if options.top_p is None else options.top_p, options.seed), "--")
     room = engine.room(len(prompt))
     count = options.max_new_tokens or min(NEW_TOKENS["text"], room)
     if count > room:
         raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {len(prompt)} "
-                           f"bytes in a context of {engine.context}; lower it")
-    text = bytearray()
+                           f"{used.unit} in a context of {engine.context}; lower it")
+    stream = Stream(used)
     with engine.session() as session:
         tokens = meter.prefill(len(prompt), engine.step, [(session, prompt)], [sampler])
-        while True:
-            text += bytes(tokens)
-            if not options.json:
-                sys.stdout.buffer.write(bytes(tokens))
-                sys.stdout.buffer.flush()
-            if len(text) == count:
+        while tokens[0] not in engine.checkpoint.eos:
+            _show(stream.add(tokens[0]), options)
+            count -= 1
+            if count == 0:
                 break
             tokens = meter.decode(1, engine.step, [(session, tokens)], [sampler])
+    _show(stream.rest(), options)
     if not options.json:
         print("\n")
-    return {"text": text.decode(errors="replace")}
+    return {"text": stream.text()}
+
+
+def _show(piece, options):
+    if piece and not options.json:
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
 
 
 def run_latency(engine, options, meter, _):

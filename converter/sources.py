@@ -231,9 +231,9 @@ def _shape(part, scope):
 def _check(tensor, part, scope, where):
     expected = _shape(part, scope)
     if tensor.shape != expected:
-        names = sorted(set(re.findall(r"[a-z_]+", " ".join(part.shape))))
+        fields = sorted({*re.findall(r"[a-z_]+", " ".join(part.shape))} - {"moe"})
         raise ColibriError(f"{where}: {tensor.name}: shape={tensor.shape}, expected {expected} from "
-                           f"{', '.join(f'{name}={scope[name]}' for name in names)}; the checkpoint and its config "
+                           f"{', '.join(f'{name}={scope[name]}' for name in fields)}; the checkpoint and its config "
                            "disagree")
     if tensor.dtype not in FLOATS:
         raise ColibriError(f"{where}: {tensor.name}: dtype={tensor.dtype}, expected one of {', '.join(FLOATS)}; "

@@ -113,10 +113,17 @@ empty prompt: --model moe.bin --prompt ''
 no prompt file: --model moe.bin --prompt @none.txt
     --prompt: @none.txt: No such file or directory, expected a file of text
 prompt for words: --model words.bin --prompt hello
-    words.bin: vocab_size=500, expected 256 for --prompt, where a token is a byte; use a latency run, or the Python
-    API with token numbers
+    words.bin: vocab_size=500 and no tokenizer, expected 256 for --prompt, where a token is a byte; give --prompt-ids,
+    or convert a folder that has tokenizer.json
 prompt for a stack: --model stack.bin --prompt hello
-    stack.bin: vocab_size=0, expected 256 for --prompt, where a token is a byte; use --input, or a latency run
+    stack.bin: vocab_size=0, expected tokens for a prompt; this is a bare stack of MoE layers, use --input, or a
+    latency run
+not a token number: --model words.bin --prompt-ids 1,x
+    --prompt-ids: 'x', expected token numbers such as 17,4,256
+two prompts: --model words.bin --prompt-ids 1 --prompt hello
+    --prompt-ids: given, expected only without --prompt; leave one of them out
+token out of range: --model words.bin --prompt-ids 1,500
+    tokens: 500, expected 0 to 499
 unknown backend: --model moe.bin --backend tpu
     --backend: tpu, expected one of auto, host, cuda
 not a number: --model moe.bin --threads two

@@ -13,9 +13,9 @@ MAY_IMPORT = {
     "weights": ("headers", "checkpoint", "errors"), "graphs": ("errors",),
     "device": ("headers", "checkpoint", "weights", "graphs", "errors"),
     "engine": ("headers", "checkpoint", "build", "native", "weights", "device", "graphs", "errors"),
-    "report": ("errors",),
+    "report": ("errors",), "text": ("errors",),
     "doctor": ("build", "checkpoint", "device", "engine", "errors", "native"),
-    "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "errors"),
+    "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "errors"),
 }
 
 

@@ -1,4 +1,4 @@
-"""converter/names.py and converter/config.py: every tensor used or named, every number known or asked for."""
+"""converter/sources.py and converter/config.py: every tensor used or named, every number known or asked for."""
 
 import json
 
@@ -7,8 +7,8 @@ import pytest
 from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, write_pt
 
 from colibri.errors import ColibriError
-from converter import config, names
-from converter.pt_reader import read_checkpoint
+from converter import __main__ as converter
+from converter import config, sources
 
 FLAGS = {"k": 2, "activation": "gelu", "renormalize": True}
 EXPERT = "transformer.h.1.mlp.experts.2.w1.weight"
@@ -19,10 +19,12 @@ def plan(tmp_path, arrays, values=None, flags=None):
     path = write_pt(tmp_path / "model.pt", arrays)
     if values is not None:
         (tmp_path / "model.json").write_text(json.dumps(values))
-    found = names.collect(read_checkpoint(path), path)
-    fields = config.header_fields(found, config.load(None, path, flags or {}), path)
-    names.settle_ties(found, fields, path)
-    return fields, names.sources(found, fields, path)
+    options = converter.parser().parse_args([str(path), "a.bin"])
+    for name, value in (flags or {}).items():
+        setattr(options, name, value)
+    made = converter.understand(options)
+    bound = sources.sources(made.family, made.input.tensors, made.fields, path, sources.MOE if made.bare else None)
+    return made.fields, bound.sources
 
 
 def refusal(*arguments):
@@ -90,7 +92,7 @@ def test_newer_config_keeps_theta_in_rope_parameters(tmp_path):
 
 
 @pytest.mark.parametrize("arrays, cause", [
-    (without(gpt_arrays(), EXPERT), f"missing tensor {EXPERT}, expected 3 experts in each of 2 layers"),
+    (without(gpt_arrays(), EXPERT), f"missing tensor {EXPERT}, expected 3 experts in each MoE layer of 2 layers"),
     (without(gpt_arrays(), "transformer.h.1.mlp.router.weight"), "missing tensor transformer.h.1.mlp.router.weight"),
     (changed(gpt_arrays(), transformer__h__7__mlp__router__weight=np.ones((3, 10), "f4")),
      "missing tensor transformer.h.2.mlp.router.weight"),
@@ -108,26 +110,24 @@ def test_tensors_are_used_or_named(tmp_path, arrays, cause):
 
 
 @pytest.mark.parametrize("change, cause", [
-    ({"num_experts_per_tok": None}, "num_experts_per_tok is not known, expected it from a config or a flag; give --k"),
-    ({"hidden_act": None}, "give --activation"),
-    ({"hidden_act": "quick_gelu"}, "activation=quick_gelu, expected one of silu, gelu, relu"),
-    ({"num_key_value_heads": None}, "num_key_value_heads is not known"),
+    ({"num_experts_per_tok": None}, "num_experts_per_tok is not there, expected int"),
+    ({"hidden_act": "quick_gelu"}, 'hidden_act="quick_gelu", expected one of silu, swish, gelu, relu'),
     ({"num_key_value_heads": 3}, "num_kv_heads=3, expected a divisor of num_heads=4"),
     ({"num_experts_per_tok": 4}, "k=4, expected 1 to 16, and at most num_experts"),
     ({"num_local_experts": 300}, "num_experts=300, expected 1 to 256"),
-    ({"num_local_experts": 2}, "extra tensor model.layers.0.block_sparse_moe.experts.2.w1.weight, expected"),
-    ({"num_local_experts": 4}, "missing tensor model.layers.0.block_sparse_moe.experts.3.w1.weight"),
+    ({"num_local_experts": 2}, "gate.weight: shape=(3, 10), expected (2, 10) from hidden=10, num_experts=2; "),
+    ({"num_local_experts": 4}, "gate.weight: shape=(3, 10), expected (4, 10) from hidden=10, num_experts=4; "),
     ({"num_hidden_layers": 1}, "extra tensor model.layers.1."),
-    ({"num_hidden_layers": 4_000_000_000}, "missing tensor model.layers.2.input_layernorm.weight"),
+    ({"num_hidden_layers": 3}, "missing tensor model.layers.2.input_layernorm.weight"),
+    ({"num_hidden_layers": 4_000_000_000}, "num_hidden_layers=4000000000, expected 1 to 128"),
     ({"hidden_size": 16}, "model.embed_tokens.weight: shape=(11, 10), expected (11, 16) from hidden=16, vocab_size=11"),
     ({"hidden_size": "10"}, 'hidden_size="10", expected int'),
     ({"hidden_size": True}, "hidden_size=true, expected int"),
-    ({"hidden_size": 1 << 40}, "expected 0 to 2^32 - 1"), ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
-    ({"rope_theta": None}, "rope_theta=null, expected a positive number"),
-    ({"sliding_window": 32}, "sliding_window=32, expected none below max_position_embeddings=64"),
-    ({"rope_scaling": {"rope_type": "yarn"}}, 'rope_scaling="yarn", expected default'),
-    ({"rope_parameters": {"rope_type": "llama3"}}, 'rope_scaling="llama3", expected default'),
-    ({"model_type": "phimoe"}, 'model_type="phimoe", expected mixtral'), ({"norm_topk_prob": False}, "renormalize"),
+    ({"hidden_size": 1 << 40}, "hidden_size=1099511627776, expected int"),
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"), ({"rope_theta": 0.5}, "rope_theta=0.5, expected above 1"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "factor is not there"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, 'rope_type="longrope", expected one of default, linear'),
+    ({"model_type": "bert"}, "model_type=bert, expected one of mixtral, olmoe"),
 ])
 def test_configs_that_cannot_be_right(tmp_path, change, cause):
     message = refusal(tmp_path, mixtral_arrays(), {**MIXTRAL_CONFIG, **change})
@@ -140,7 +140,19 @@ def test_what_a_stack_cannot_tell_is_asked_for(tmp_path, missing, flag):
     assert f"give {flag}" in refusal(tmp_path, gpt_arrays(), None, without(FLAGS, missing))
 
 
+def test_a_window_that_hides_nothing_is_none(tmp_path):
+    assert plan(tmp_path, mixtral_arrays(), {**MIXTRAL_CONFIG, "sliding_window": 64})[0]["window_layers"] == []
+    assert plan(tmp_path, mixtral_arrays(), {**MIXTRAL_CONFIG, "sliding_window": 63})[0]["window_layers"] == [0, 1]
+
+
+def test_a_name_twice_is_refused(tmp_path):
+    arrays = {**mixtral_arrays(), "norm.weight": np.ones(10, np.float16)}
+    assert "norm.weight: stands for model.norm.weight" in refusal(tmp_path, arrays, MIXTRAL_CONFIG)
+
+
 def test_flags_and_config_must_agree(tmp_path):
+    assert "--k: 3, but" in refusal(tmp_path, mixtral_arrays(), MIXTRAL_CONFIG, {"k": 3})
+    assert plan(tmp_path, mixtral_arrays(), MIXTRAL_CONFIG, {"k": 2, "activation": "silu"})[0]["k"] == 2
     values = {"k": 2, "activation": "gelu", "renormalize": False}
     assert plan(tmp_path, gpt_arrays(), values)[0]["renormalize"] == 0
     assert "--k: 3, but" in refusal(tmp_path, gpt_arrays(), values, {"k": 3})
@@ -149,13 +161,13 @@ def test_flags_and_config_must_agree(tmp_path):
 def test_config_files(tmp_path):
     (tmp_path / "config.json").write_text('{"k": 1}')
     checkpoint = tmp_path / "model.pt"
-    assert config.load(None, checkpoint, {}).get("k") == 1
+    assert config.load(None, checkpoint).get("k") == 1
     (tmp_path / "model.json").write_text('{"k": 2}')
-    assert config.load(None, checkpoint, {}).get("k") == 2
-    assert config.load(tmp_path / "config.json", checkpoint, {}).get("k") == 1
+    assert config.load(None, checkpoint).get("k") == 2
+    assert config.load(tmp_path / "config.json", checkpoint).get("k") == 1
     for content in ("{", "[1]", "[" * 100_000, "\xff"):
         (tmp_path / "bad.json").write_bytes(content.encode("latin-1"))
         with pytest.raises(ColibriError, match=r"bad\.json"):
-            config.load(tmp_path / "bad.json", checkpoint, {})
+            config.load(tmp_path / "bad.json", checkpoint)
     with pytest.raises(ColibriError, match="No such file"):
-        config.load(tmp_path / "none.json", checkpoint, {})
+        config.load(tmp_path / "none.json", checkpoint)
