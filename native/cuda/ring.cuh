@@ -17,9 +17,7 @@
 
 constexpr int CHUNK = 32;                                      /* columns of a piece */
 constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
-#ifndef RING_STAGES
-#define RING_STAGES (CUDA_ARCH == 86 || CUDA_ARCH == 89 || CUDA_ARCH >= 110 ? 2 : 3) /* for 100 or 164 KiB and more */
-#endif
+constexpr int RING_STAGES = CUDA_ARCH == 86 || CUDA_ARCH == 89 || CUDA_ARCH >= 110 ? 2 : 3; /* of 100 or 164 KiB and more */
 constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
 
 /* Where a kernel's weights are: experts' panels of one matrix. */
