@@ -75,7 +75,7 @@ template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job)
     __syncthreads();
 }
 
-/* The block's item number `turn`: the first warp that wants to know takes it from the list, the others wait for that. */
+/* The block's item number `turn`: the first warp that wants to know takes it from the list, the others wait. */
 __device__ int take_item(Shared &s, const Job &job, int turn) {
     int item = 0;
     if (threadIdx.x % 32 == 0) {
@@ -280,7 +280,8 @@ template <class P, int COLUMNS_OF_8> struct Inputs {
         }
     }
 
-    __device__ __forceinline__ void ask(float2 (&x)[COLUMNS_OF_8][CHUNK / 8], Shared &s, const Job &job, int num_items) {
+    __device__ __forceinline__ void ask(float2 (&x)[COLUMNS_OF_8][CHUNK / 8], Shared &s, const Job &job,
+                                        int num_items) {
 #pragma unroll
         for (int n = 0; n < COLUMNS_OF_8; n++) load_input<P>(x[n], row[n], at.chunk);
         at.chunk += WARPS;
@@ -325,7 +326,7 @@ __device__ void leave(const Job &job) {
     }
 }
 
-/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one still runs. */
+/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs. */
 template <class P, int COLUMNS_OF_8>
 __global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(const __grid_constant__ Job job) {
     extern __shared__ char memory[];
