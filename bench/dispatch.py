@@ -4,7 +4,8 @@
 
 Times are medians over --steps steps of one token. `host` is the time until the step is under way, `call` until its
 token can be read, `device` from the step's start to its end on the GPU. The kernels' sum is that of every op repeated
-in a graph by itself. --large names a .bin whose cold start is taken, in processes of their own.
+in a graph by itself. --large names a .bin whose cold start is taken, in processes of their own; where it is missing, a
+model of 1 GiB of random weights is written there.
 """
 
 import argparse
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYER_OPS = ("norm", "qkv", "rope", "attention", "attention_out", "norm", "router", "experts_up", "experts_down", "combine")
 STEP_OPS = ("begin", "embed", "gather_norm", "lm_head", "sample")
 REPEAT = 20
+COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
 
 
 def decode(engine, session, steps, token=65):
@@ -122,6 +124,13 @@ def measure_cold_start(model, repeat=3):
         yield name, rate, statistics.median(run["device"][rate] for run in runs), "GB/s"
 
 
+def write_large(path):
+    sys.path.insert(0, str(ROOT / "tests"))
+    import synthetic
+    synthetic.write_model(path, num_experts=32, hidden=1024, ffn=1792, num_layers=3, num_heads=16, num_kv_heads=4,
+                          head_dim=64, max_positions=0)
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.dispatch", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="moe-32.bin", help="default: moe-32.bin, made where it is missing")
@@ -133,15 +142,20 @@ def main():
     if options.model == "moe-32.bin" and not Path(options.model).exists():
         subprocess.run([sys.executable, "-m", "converter", ROOT / "models" / "moe-32.pt", options.model], check=True,
                        stdout=sys.stderr)
+    if options.large and not Path(options.large).exists():
+        write_large(options.large)
     rows = list(measure_dispatch(options.model, options.steps))
     rows += measure_memory(options.model, options.memory_steps) if options.memory_steps else []
     rows += measure_cold_start(options.large) if options.large else []
     for case, metric, value, unit in rows:
         print(f"{case:28} {metric:24} {value:12.3f} {unit}")
     if options.csv:
+        is_new = not Path(options.csv).exists()
         command = " ".join(["python -m bench.dispatch", *sys.argv[1:]])
         with open(options.csv, "a") as file:
             writer = csv.writer(file, lineterminator="\n")
+            if is_new:
+                writer.writerow(COLUMNS)
             writer.writerows([datetime.date.today(), device.gpu().name, "dispatch", case, metric, f"{value:.4g}", unit,
                               command] for case, metric, value, unit in rows)
 

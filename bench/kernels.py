@@ -8,19 +8,25 @@ Times are medians over launches of a graph, divided by its layers. Bytes are the
 
 import argparse
 import csv
+import ctypes
+import datetime
+import hashlib
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-from cuda.bindings import driver, nvrtc
+from cuda.bindings import nvrtc
 
+from colibri.device import arch, call, driver, gpu
 from colibri.native import Library
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from gpu_model import BAKED, architecture, check, library_file
-
-BF16 = 2
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
+# What a library needs besides a shape: bf16 weights, SiLU; the smallest attention, so that the block's input stays as it is.
+CONFIG = {"weight_dtype": 2, "activation": 0, "gated": 1, "router_kind": 0, "router_bias": 0, "renormalize": 1,
+          "num_groups": 1, "topk_groups": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "vocab_size": 64}
 SHAPES = {
     "32x2-4096-14336": {"num_experts": 32, "k": 2, "hidden": 4096, "ffn": 14336, "num_layers": 2},
     "128x8-2048-768": {"num_experts": 128, "k": 8, "hidden": 2048, "ffn": 768, "num_layers": 8},
@@ -42,16 +48,21 @@ extern "C" __global__ void read(const uint4 *from, unsigned *to, long count) {
 """
 
 
+def library(config, extra=""):
+    """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
+    text = " ".join([f"-D{name.upper()}={value}" for name, value in config.items() if name != "num_layers"] + extra.split())
+    subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, check=True)
+    return Library(ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so")
+
+
 class Bench:
     """One shape's library and random weights on the GPU."""
 
     def __init__(self, shape, extra=""):
-        self.config = {"weight_dtype": BF16, "activation": 0, "gated": 1, "router_kind": 0, "router_bias": 0,
-                       "renormalize": 1, "num_groups": 1, "topk_groups": 1, "num_heads": 1, "num_kv_heads": 1,
-                       "head_dim": 64, "vocab_size": 64, **SHAPES[shape]}
-        check(driver.cuCtxSetCurrent(check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(0))))))
-        self.stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        self.library = Library(library_file(architecture(), extra, **{name: self.config[name] for name in BAKED}))
+        self.config = {**CONFIG, **SHAPES[shape]}
+        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", gpu().handle))
+        self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.library = library(self.config, extra)
         self.rng, self.keep, self.block = np.random.default_rng(), [], None
         structs, layers = self.library.headers.structs, self.config["num_layers"]
         header, weights = np.zeros(1, structs["BinHeader"]), np.zeros(1, structs["Weights"])
@@ -64,13 +75,13 @@ class Bench:
             layer["experts_up"] = self.random_weights(experts * -(-2 * ffn // 64) * 64 * hidden)
             layer["experts_down"] = self.random_weights(experts * -(-hidden // 64) * 64 * ffn)
             layer["router"] = self.upload(self.rng.standard_normal(-(-experts // 64) * 64 * hidden).astype(np.float32))
-        self.batch = check(driver.cuMemHostAlloc(structs["Batch"].itemsize, driver.CU_MEMHOSTALLOC_DEVICEMAP))
-        memory = (np.ctypeslib.ctypes.c_uint8 * structs["Batch"].itemsize).from_address(self.batch)
+        self.batch = call("cuMemHostAlloc", structs["Batch"].itemsize, driver().CU_MEMHOSTALLOC_DEVICEMAP)
+        memory = (ctypes.c_uint8 * structs["Batch"].itemsize).from_address(self.batch)
         self.fields = np.frombuffer(memory, structs["Batch"])
         self.fields.view(np.uint8)[:] = 0
         size = self.library.state_bytes(1, layers, 1)
         self.state = self.allocate(size)
-        check(driver.cuMemsetD8(self.state, 0, size))
+        call("cuMemsetD8", self.state, 0, size)
         self.offsets, offset = {}, 0
         for buffer in self.library.headers.state_buffers(layers, 1):
             self.offsets[buffer.name] = self.state + offset
@@ -81,11 +92,11 @@ class Bench:
         self.keep += [header, weights]
 
     def allocate(self, size):
-        return int(check(driver.cuMemAlloc(size)))
+        return int(call("cuMemAlloc", size))
 
     def upload(self, array):
         pointer = self.allocate(array.nbytes)
-        check(driver.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
+        call("cuMemcpyHtoD", pointer, array.ctypes.data, array.nbytes)
         return pointer
 
     def random_weights(self, count):
@@ -94,16 +105,16 @@ class Bench:
             block = (self.rng.standard_normal(1 << 24) * 0.03).astype(np.float32).view(np.uint32) >> 16
             self.block = block.astype(np.uint16)
         pointer, done = self.allocate(count * 2), min(count, self.block.size)
-        check(driver.cuMemcpyHtoD(pointer, self.block.ctypes.data, done * 2))
+        call("cuMemcpyHtoD", pointer, self.block.ctypes.data, done * 2)
         while done < count:
             size = min(done, count - done)
-            check(driver.cuMemcpyDtoD(pointer + done * 2, pointer, size * 2))
+            call("cuMemcpyDtoD", pointer + done * 2, pointer, size * 2)
             done += size
         return pointer
 
     def begin(self, tokens):
         x = self.rng.standard_normal((tokens, self.config["hidden"])).astype(np.float32)
-        check(driver.cuMemcpyHtoD(self.offsets["normed"], x.ctypes.data, x.nbytes))
+        call("cuMemcpyHtoD", self.offsets["normed"], x.ctypes.data, x.nbytes)
         self.fields["num_tokens"] = tokens
         self.run(["begin"], tokens, [0])
 
@@ -114,14 +125,14 @@ class Bench:
 
     def count(self, name, dtype):
         value = np.zeros(1, dtype)
-        check(driver.cuStreamSynchronize(self.stream))
-        check(driver.cuMemcpyDtoH(value.ctypes.data, self.offsets[name], value.nbytes))
+        call("cuStreamSynchronize", self.stream)
+        call("cuMemcpyDtoH", value.ctypes.data, self.offsets[name], value.nbytes)
         return int(value[0])
 
     def capture(self, ops, tokens, layers):
-        check(driver.cuStreamBeginCapture(self.stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+        call("cuStreamBeginCapture", self.stream, driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         self.run(ops, tokens, layers)
-        return check(driver.cuGraphInstantiate(check(driver.cuStreamEndCapture(self.stream)), 0))
+        return call("cuGraphInstantiate", call("cuStreamEndCapture", self.stream), 0)
 
     def time(self, ops, tokens, graphs, repeats=40):
         """Median microseconds a layer, and the experts read a layer. graphs: each one's layers."""
@@ -132,47 +143,47 @@ class Bench:
 
         def launch():
             for graph in graphs:
-                check(driver.cuGraphLaunch(graph, self.stream))
+                call("cuGraphLaunch", graph, self.stream)
 
         times = time_launches(self.stream, launch, repeats)
         read = (self.count("experts_read", np.uint64) - before) / (repeats + 3) / count
         for graph in graphs:
-            check(driver.cuGraphExecDestroy(graph))
+            call("cuGraphExecDestroy", graph)
         return times / count, read
 
 
 def time_launches(stream, launch, repeats):
     """Median microseconds of one launch, by events, after three to warm up."""
-    begin, end = (check(driver.cuEventCreate(0)) for _ in range(2))
+    begin, end = (call("cuEventCreate", 0) for _ in range(2))
     times = []
     for i in range(repeats + 3):
-        check(driver.cuEventRecord(begin, stream))
+        call("cuEventRecord", begin, stream)
         launch()
-        check(driver.cuEventRecord(end, stream))
-        check(driver.cuEventSynchronize(end))
-        times.append(check(driver.cuEventElapsedTime(begin, end)) * 1e3)
+        call("cuEventRecord", end, stream)
+        call("cuEventSynchronize", end)
+        times.append(call("cuEventElapsedTime", begin, end) * 1e3)
     return statistics.median(times[3:])
 
 
 def read_ceiling(stream, size=4 << 30):
     """GB/s of reading device memory, and of copying it (read plus written)."""
     program = check_nvrtc(nvrtc.nvrtcCreateProgram(PROBES.encode(), b"probes", 0, [], []))
-    check_nvrtc(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={architecture()}".encode()]))
+    check_nvrtc(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={arch()}".encode()]))
     image = b" " * check_nvrtc(nvrtc.nvrtcGetCUBINSize(program))
     check_nvrtc(nvrtc.nvrtcGetCUBIN(program, image))
-    kernel = check(driver.cuModuleGetFunction(check(driver.cuModuleLoadData(image)), b"read"))
-    memory, other = check(driver.cuMemAlloc(size)), check(driver.cuMemAlloc(size))
-    check(driver.cuMemsetD32(memory, 0x3f123456, size // 4))
+    kernel = call("cuModuleGetFunction", call("cuModuleLoadData", image), b"read")
+    memory, other = call("cuMemAlloc", size), call("cuMemAlloc", size)
+    call("cuMemsetD32", memory, 0x3f123456, size // 4)
     values = np.array([int(memory)], np.uint64), np.array([int(other)], np.uint64), np.array([size // 16], np.int64)
     arguments = np.array([value.ctypes.data for value in values], np.uint64)
 
     def read():
-        check(driver.cuLaunchKernel(kernel, 132 * 4, 1, 1, 512, 1, 1, 0, stream, arguments.ctypes.data, 0))
+        call("cuLaunchKernel", kernel, 132 * 4, 1, 1, 512, 1, 1, 0, stream, arguments.ctypes.data, 0)
 
     reading = time_launches(stream, read, 20)
-    copying = time_launches(stream, lambda: check(driver.cuMemcpyDtoDAsync(other, memory, size, stream)), 20)
-    check(driver.cuMemFree(memory))
-    check(driver.cuMemFree(other))
+    copying = time_launches(stream, lambda: call("cuMemcpyDtoDAsync", other, memory, size, stream), 20)
+    call("cuMemFree", memory)
+    call("cuMemFree", other)
     return size / reading / 1e3, 2 * size / copying / 1e3
 
 
@@ -204,6 +215,16 @@ def measure(bench, tokens, ceiling, ops):
     return rows
 
 
+def save(path, bench, rows):
+    """Adds rows (case, metric, value, unit) to a CSV file of COLUMNS."""
+    command = " ".join(["python -m", f"bench.{bench}", *sys.argv[1:]])
+    about = datetime.date.today().isoformat(), gpu().name, bench
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows(([COLUMNS] if is_new else []) + [(*about, *row, command) for row in rows])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES)
@@ -213,20 +234,21 @@ def main():
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     rows = []
-    architecture()
     for shape in [arguments.shape] if arguments.shape else SHAPES:
         bench = Bench(shape, arguments.extra)
         if not rows:
             ceiling, copy = read_ceiling(bench.stream)
+            rows = [("ceiling", "read", f"{ceiling:.0f}", "GB/s"), ("ceiling", "copy", f"{copy:.0f}", "GB/s")]
             print(f"read {ceiling:.0f} GB/s, copy {copy:.0f} GB/s")
         for tokens in map(int, arguments.tokens.split(",")):
             for op, times, rate, fraction, experts in measure(bench, tokens, ceiling, arguments.ops.split(",")):
-                rows.append((shape, tokens, op, f"{times:.2f}", f"{rate:.0f}", f"{fraction:.3f}", f"{experts:.2f}"))
-                print(*(f"{cell:>16}" for cell in rows[-1]), flush=True)
-        del bench
+                case = f"{shape} T={tokens} {op}"
+                print(f"{case:40} {times:9.2f} us {rate:6.0f} GB/s {fraction:6.3f} of read {experts:7.2f} experts", flush=True)
+                rows.append((case, "time", f"{times:.2f}", "us"))
+                if rate:
+                    rows += [(case, "weights", f"{rate:.0f}", "GB/s"), (case, "experts read", f"{experts:.2f}", "")]
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("shape", "tokens", "op", "us", "weights_gb_s", "of_read", "experts"), *rows])
+        save(arguments.csv, "kernels", rows)
 
 
 if __name__ == "__main__":

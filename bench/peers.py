@@ -8,7 +8,6 @@ Needs torch and transformers, which the engine itself does not.
 """
 
 import argparse
-import csv
 from pathlib import Path
 
 import torch
@@ -69,13 +68,12 @@ def main():
             ours_router, _ = bench.time(["router"], tokens, [range(shape["num_layers"])])
             peer = median_time(lambda layer, x=x, blocks=blocks: blocks[layer](x), shape["num_layers"])
             peer_router = router(tokens, shape["num_experts"], shape["k"])
-            rows += [(name, tokens, "block", f"{ours:.1f}", f"{peer:.1f}", f"{peer / ours:.2f}"),
-                     (name, tokens, "router", f"{ours_router:.1f}", f"{peer_router:.1f}", f"{peer_router / ours_router:.2f}")]
-            for row in rows[-2:]:
-                print(*(f"{cell:>16}" for cell in row), flush=True)
+            for op, us, them in (("block", ours, peer), ("router", ours_router, peer_router)):
+                case = f"{name} T={tokens} {op}"
+                print(f"{case:40} {us:8.1f} us, peer {them:8.1f} us, {them / us:5.2f} times ours", flush=True)
+                rows += [(case, "time", f"{us:.1f}", "us"), (case, "peer", f"{them:.1f}", "us")]
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("shape", "tokens", "op", "us", "peer_us", "peer_over_ours"), *rows])
+        kernels.save(arguments.csv, "peers", rows)
 
 
 if __name__ == "__main__":

@@ -310,6 +310,7 @@ class DeviceMemory:
     def read_bandwidth(self, checkpoint, threads):
         """Of a copy within the device's memory, bytes read and bytes written counted alike."""
         with temporary(PROBE_BYTES) as source, temporary(PROBE_BYTES) as target:
+            call("cuMemsetD8Async", source, 0x5a, PROBE_BYTES, self._stream)
             copy = functools.partial(call, "cuMemcpyDtoDAsync", target, source, PROBE_BYTES, self._stream)
             return 2 * PROBE_BYTES / elapsed(copy, self._stream)
 

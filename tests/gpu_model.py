@@ -1,13 +1,14 @@
 """A reference model in device memory, its ops run one by one: what the GPU tests and a host model are compared with."""
 
+import ctypes
 import hashlib
 import subprocess
 
 import numpy as np
 import reference
-from cuda.bindings import driver
 from reference import fields
 
+from colibri.device import arch, call, driver, gpu
 from colibri.headers import NATIVE
 from colibri.native import Library
 
@@ -17,36 +18,14 @@ BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head
 BARE = fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
 
 
-def check(result):
-    assert result[0] == driver.CUresult.CUDA_SUCCESS, result[0]
-    return result[1] if len(result) == 2 else result[1:]
-
-
-def architecture():
-    """This GPU's, as make wants it: sm_90."""
-    check(driver.cuInit(0))
-    device = check(driver.cuDeviceGet(0))
-    attributes = driver.CUdevice_attribute
-    major, minor = (check(driver.cuDeviceGetAttribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"),
-                                                      device)) for part in ("MAJOR", "MINOR"))
-    return f"sm_{major}{minor}"
-
-
-def has_gpu():
-    try:
-        return architecture() is not None
-    except (AssertionError, RuntimeError):
-        return False
-
-
-def library_file(arch, extra="", max_seq_len=512, **config):
-    """The CUDA library with this configuration baked in, built if it is not yet."""
+def library_file(extra="", max_seq_len=512, **config):
+    """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
     defines = [f"-D{name.upper()}={config[name]}" for name in BAKED if name in config]
     text = " ".join([*defines, f"-DMAX_SEQ_LEN={max_seq_len}", *extra.split()])
-    made = subprocess.run(["make", "-s", f"ARCH={arch}", f"CONFIG={text}"], cwd=ROOT, text=True, capture_output=True,
+    made = subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, text=True, capture_output=True,
                           check=False)
     assert made.returncode == 0, made.stderr
-    return ROOT / "build" / f"{arch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so"
+    return ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so"
 
 
 def baked(model):
@@ -58,10 +37,10 @@ class GpuModel:
     """The model on the GPU, and on the host in the same library. Buffers are read and written as NumPy arrays."""
 
     def __init__(self, model, extra=""):
-        self.context = check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(0))))
-        check(driver.cuCtxSetCurrent(self.context))
-        self.stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        self.library = Library(library_file(architecture(), extra, **baked(model)))
+        self.context = call("cuDevicePrimaryCtxRetain", gpu().handle)
+        call("cuCtxSetCurrent", self.context)
+        self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.library = Library(library_file(extra, **baked(model)))
         structs = self.library.headers.structs
         self.blocks = []
         header = np.zeros(1, structs["BinHeader"])
@@ -73,8 +52,8 @@ class GpuModel:
             owner, field = (layers[int(name.split(".")[1])], name.split(".")[2]) if "." in name else (weights, name)
             owner[field] = self.allocate(array.nbytes, array)
         size = structs["Batch"].itemsize
-        self.pinned = check(driver.cuMemHostAlloc(size, driver.CU_MEMHOSTALLOC_DEVICEMAP))
-        self.batch = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * size).from_address(self.pinned))
+        self.pinned = call("cuMemHostAlloc", size, driver().CU_MEMHOSTALLOC_DEVICEMAP)
+        self.batch = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.pinned))
         self.batch = self.batch.view(structs["Batch"])[0]
         self.batch.fill(0)
         state = self.allocate(self.library.state_bytes(1, model["num_layers"], 2))
@@ -88,41 +67,41 @@ class GpuModel:
                           self.pinned, 2, 1, int(self.stream))
 
     def allocate(self, size, array=None):
-        pointer = check(driver.cuMemAlloc(max(size, 1)))
+        pointer = call("cuMemAlloc", max(size, 1))
         self.blocks.append(pointer)
         if array is None:
-            check(driver.cuMemsetD8(pointer, 0, size))
+            call("cuMemsetD8", pointer, 0, size)
         elif size:
             array = np.ascontiguousarray(array)
-            check(driver.cuMemcpyHtoD(pointer, array.ctypes.data, size))
+            call("cuMemcpyHtoD", pointer, array.ctypes.data, size)
         return int(pointer)
 
     def close(self):
         for pointer in self.blocks:
-            check(driver.cuMemFree(pointer))
-        check(driver.cuMemFreeHost(self.pinned))
-        check(driver.cuStreamDestroy(self.stream))
+            call("cuMemFree", pointer)
+        call("cuMemFreeHost", self.pinned)
+        call("cuStreamDestroy", self.stream)
 
     def read(self, name, rows=None):
         buffer, pointer = self.buffers[name]
         array = np.empty((rows or buffer.rows, buffer.columns), buffer.dtype)
         self.synchronize()
-        check(driver.cuMemcpyDtoH(array.ctypes.data, pointer, array.nbytes))
+        call("cuMemcpyDtoH", array.ctypes.data, pointer, array.nbytes)
         return array
 
     def write(self, name, array):
         buffer, pointer = self.buffers[name]
         array = np.ascontiguousarray(array, buffer.dtype)
-        check(driver.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
+        call("cuMemcpyHtoD", pointer, array.ctypes.data, array.nbytes)
 
     def poison(self, *names):
         """Every byte 0xff: NaN."""
         for name in names:
             buffer, pointer = self.buffers[name]
-            check(driver.cuMemsetD8(pointer, 0xff, buffer.rows * buffer.columns * buffer.dtype.itemsize))
+            call("cuMemsetD8", pointer, 0xff, buffer.rows * buffer.columns * buffer.dtype.itemsize)
 
     def synchronize(self):
-        check(driver.cuStreamSynchronize(self.stream))
+        call("cuStreamSynchronize", self.stream)
 
     def run(self, *ops, rows, layer=0):
         for op in ops:
@@ -137,13 +116,13 @@ class GpuModel:
 
     def capture(self, *ops, rows):
         """The ops as a graph that can be launched."""
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check(driver.cuStreamBeginCapture(self.stream, mode))
+        mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        call("cuStreamBeginCapture", self.stream, mode)
         try:
             self.run(*ops, rows=rows)
         finally:
-            graph = check(driver.cuStreamEndCapture(self.stream))
-        return check(driver.cuGraphInstantiate(graph, 0))
+            graph = call("cuStreamEndCapture", self.stream)
+        return call("cuGraphInstantiate", graph, 0)
 
     def launch(self, graph):
-        check(driver.cuGraphLaunch(graph, self.stream))
+        call("cuGraphLaunch", graph, self.stream)

@@ -4,14 +4,12 @@ import concurrent.futures
 import functools
 import os
 
+import gpu_model
 import numpy as np
 import pytest
 import reference
 from reference import BF16, F16, GELU, RELU, SIGMOID, TOPK_SOFTMAX, fields
 
-gpu_model = pytest.importorskip("gpu_model")
-if not gpu_model.has_gpu():
-    pytest.skip("no GPU", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 MODELS = {
@@ -47,10 +45,9 @@ ROUTERS = {
 
 def build_all():
     """All libraries at once, for each is a compilation."""
-    arch = gpu_model.architecture()
     models = [(model_of(name), extra) for name, extra in CASES] + [(router_config(name), "") for name in ROUTERS]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda case: gpu_model.library_file(arch, case[1], **gpu_model.baked(case[0])), models))
+        list(pool.map(lambda case: gpu_model.library_file(case[1], **gpu_model.baked(case[0])), models))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,13 +12,8 @@
 
 namespace {
 
-#ifndef EXPERT_WARPS
-#define EXPERT_WARPS 8
-#endif
-#ifndef INPUT_AHEAD
-#define INPUT_AHEAD 2 /* pieces whose inputs a warp has asked for ahead */
-#endif
-constexpr int WARPS = EXPERT_WARPS;
+constexpr int WARPS = 8;
+constexpr int INPUT_AHEAD = 2;           /* pieces whose inputs a warp has asked for before it needs them */
 constexpr int THREADS = WARPS * 32;
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 constexpr int SUM_ROWS = PANEL_ROWS + 4; /* padded, so that a warp's stores meet no bank twice */
@@ -29,9 +24,6 @@ struct Tile {
     int32_t first;
 };
 
-#ifndef TAKE_ITEMS
-#define TAKE_ITEMS 1
-#endif
 constexpr int QUEUE = 4;              /* a block's latest items; a warp asks at most two ahead */
 constexpr int UNKNOWN = -1, ASKED = -2;
 
@@ -55,7 +47,7 @@ struct Job {
     const int32_t *assignments; /* (num_tokens * K) */
     float *partials;            /* (SPLITS, DECODE_ASSIGNMENTS, PANELS * PANEL_ROWS) */
     int32_t *arrived;           /* (tiles, PANELS) */
-    int32_t *next_item;
+    int32_t *next_item;         /* the first that no block has taken, apart from each one's first */
     int32_t *done_blocks;
 };
 
@@ -83,7 +75,7 @@ template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job)
     __syncthreads();
 }
 
-/* The block's item number `turn`: the first warp that wants to know takes it from the list, the others wait for that. */
+/* The block's item number `turn`: the first warp that wants to know takes it from the list, the others wait. */
 __device__ int take_item(Shared &s, const Job &job, int turn) {
     int item = 0;
     if (threadIdx.x % 32 == 0) {
@@ -102,7 +94,7 @@ __device__ int take_item(Shared &s, const Job &job, int turn) {
 template <class P> struct Cursor {
     static constexpr int CHUNKS = ceil_div(P::COLUMNS, CHUNK), PART = ceil_div(CHUNKS, P::SPLITS);
     /* Items so large that a full ring of copies is within one, the last part of a panel's included. */
-    static constexpr bool TAKES_ITEMS = TAKE_ITEMS && (CHUNKS - (P::SPLITS - 1) * PART) / WARPS > RING_STAGES;
+    static constexpr bool TAKES_ITEMS = (CHUNKS - (P::SPLITS - 1) * PART) / WARPS > RING_STAGES;
     int turn, item, tile, panel, split;
     int chunk, end; /* pieces of this warp: chunk, chunk + WARPS, ... < end */
 
@@ -288,7 +280,8 @@ template <class P, int COLUMNS_OF_8> struct Inputs {
         }
     }
 
-    __device__ __forceinline__ void ask(float2 (&x)[COLUMNS_OF_8][CHUNK / 8], Shared &s, const Job &job, int num_items) {
+    __device__ __forceinline__ void ask(float2 (&x)[COLUMNS_OF_8][CHUNK / 8], Shared &s, const Job &job,
+                                        int num_items) {
 #pragma unroll
         for (int n = 0; n < COLUMNS_OF_8; n++) load_input<P>(x[n], row[n], at.chunk);
         at.chunk += WARPS;
@@ -333,7 +326,7 @@ __device__ void leave(const Job &job) {
     }
 }
 
-/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one still runs. */
+/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs. */
 template <class P, int COLUMNS_OF_8>
 __global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(const __grid_constant__ Job job) {
     extern __shared__ char memory[];
@@ -397,13 +390,13 @@ __global__ void combine_kernel(float *x, const float *out, const float *weights,
 
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
     if (num_tokens > DECODE_TOKENS) return prefill_up(m, num_tokens, layer, input);
-    return launch_decode<Up>(m, num_tokens, layer->experts_up, input, m->state.expert_mid, moe(m)->up_partials[0][0]);
+    return launch_decode<Up>(m, num_tokens, layer->experts_up, input, m->state.expert_mid, moe(m)->up_partials);
 }
 
 int cuda_experts_down(Model *m, int num_tokens, const Layer *layer) {
     if (num_tokens > DECODE_TOKENS) return prefill_down(m, num_tokens, layer);
     return launch_decode<Down>(m, num_tokens, layer->experts_down, m->state.expert_mid, m->state.expert_out,
-                               moe(m)->down_partials[0][0]);
+                               moe(m)->down_partials);
 }
 
 int cuda_combine(Model *m, int num_tokens, const Layer *, int residual) {

@@ -25,13 +25,10 @@ struct Up {
     static constexpr const char *NAME = "experts_up";
     static constexpr int COLUMNS = HIDDEN, OUTPUTS = FFN, INPUT_DIVISOR = K;
     static constexpr bool IS_GATED = GATED, ACTIVATES = true, ROUTED_BEFORE = false;
-    static constexpr int INDEX = 0;
+    static constexpr int INDEX = 0; /* of the two products */
     static constexpr int PANELS = ceil_div(GATED ? 2 * GATE_GROUP * ceil_div(FFN, GATE_GROUP) : FFN, PANEL_ROWS);
-#ifdef UP_SPLITS
-    static constexpr int SPLITS = UP_SPLITS;
-#else
     static constexpr int SPLITS = column_splits(PANELS, COLUMNS);
-#endif
+    static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * DECODE_ASSIGNMENTS * PANELS * PANEL_ROWS : 1;
 };
 
 struct Down {
@@ -40,11 +37,8 @@ struct Down {
     static constexpr bool IS_GATED = false, ACTIVATES = false, ROUTED_BEFORE = true;
     static constexpr int INDEX = 1;
     static constexpr int PANELS = ceil_div(HIDDEN, PANEL_ROWS);
-#ifdef DOWN_SPLITS
-    static constexpr int SPLITS = DOWN_SPLITS;
-#else
     static constexpr int SPLITS = column_splits(PANELS, COLUMNS);
-#endif
+    static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * DECODE_ASSIGNMENTS * PANELS * PANEL_ROWS : 1;
 };
 
 /* Parts of a logit's sum: each of so many columns, and a block's work. */
@@ -60,8 +54,8 @@ struct MoeScratch {
     int32_t routed_blocks;                                /* of a step's tokens; 0 between steps */
     int32_t next_item[2], done_blocks[2];                 /* of experts_up, experts_down; 0 between products */
     int32_t arrived[TILE_BOUND * max_of(Up::PANELS, Down::PANELS)]; /* splits that are done; 0 between products */
-    float up_partials[Up::SPLITS][DECODE_ASSIGNMENTS][Up::PANELS * PANEL_ROWS];
-    float down_partials[Down::SPLITS][DECODE_ASSIGNMENTS][Down::PANELS * PANEL_ROWS];
+    float up_partials[Up::PARTIALS];
+    float down_partials[Down::PARTIALS];
 };
 
 /* Longer steps: prefill.cu. */

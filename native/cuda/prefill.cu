@@ -117,7 +117,8 @@ __device__ void multiply(float (&acc)[2][4][4], uint32_t weights, uint32_t input
 /* A lane has rows g and g + 8 of each 16, of tokens 2t and 2t + 1 of each 8: of a gated expert, both halves of one
  * output. */
 template <class P>
-__device__ void write_outputs(const Shared &s, const Job &job, const float (&acc)[2][4][4], int panel, int first_token) {
+__device__ void write_outputs(const Shared &s, const Job &job, const float (&acc)[2][4][4], int panel,
+                              int first_token) {
     constexpr int PER_TILE = P::IS_GATED ? 8 : 16;
     int g = threadIdx.x % 32 / 4, first_tile = threadIdx.x / 32 % 2 * 2;
 #pragma unroll
@@ -162,13 +163,15 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
         __syncthreads(); /* this step's weights and inputs have arrived; the last step's have been read */
         fill_weights<P>(s, job, step + STAGES - 1);
         if (has_work)
-            multiply(acc, shared_address(s.weights[step % STAGES][half]), shared_address(s.inputs[step % 2]), first_token);
+            multiply(acc, shared_address(s.weights[step % STAGES][half]), shared_address(s.inputs[step % 2]),
+                     first_token);
         store_input(s.inputs[(step + 1) % 2], x);
     }
     if (has_work) write_outputs<P>(s, job, acc, blockIdx.y * 2 + half, first_token);
 }
 
-template <class P> int launch_prefill(Model *m, int num_tokens, const weight_t *weights, const float *input, float *output) {
+template <class P>
+int launch_prefill(Model *m, int num_tokens, const weight_t *weights, const float *input, float *output) {
     Job job = {weights, input, output, m->state.expert_offsets, m->state.assignments};
     dim3 grid(min_of(NUM_EXPERTS, num_tokens * K) + num_tokens * K / TILE_TOKENS, ceil_div(P::PANELS, 2));
     return launch(m, P::NAME, prefill_kernel<P>, grid, THREADS, sizeof(Shared) + 1024, job);

@@ -17,9 +17,7 @@
 
 constexpr int CHUNK = 32;                                      /* columns of a piece */
 constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
-#ifndef RING_STAGES
-#define RING_STAGES (CUDA_ARCH == 86 || CUDA_ARCH == 89 || CUDA_ARCH >= 110 ? 2 : 3) /* for 100 or 164 KiB and more */
-#endif
+constexpr int RING_STAGES = CUDA_ARCH == 86 || CUDA_ARCH == 89 || CUDA_ARCH >= 110 ? 2 : 3; /* by an SM's memory */
 constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
 
 /* Where a kernel's weights are: experts' panels of one matrix. */
@@ -90,7 +88,8 @@ struct Ring {
 #if BULK_COPY
         if (wanted && threadIdx.x % 32 == 0) {
             uint32_t full = barriers + filled * 8;
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(CHUNK_BYTES) : "memory");
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" 
+                         ::"r"(full), "r"(CHUNK_BYTES) : "memory");
             asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
                          "[%0], [%1, {%2, %3, %4}], [%5];"
                          ::"r"(stage), "l"(&panels.map), "r"(0), "r"(column), "r"(index), "r"(full) : "memory");

@@ -305,10 +305,12 @@ __device__ void report_fault(const Routing &r, const MoeScratch *scratch, int nu
     batch->fault = FAULT_ROUTER_LOGIT;
 }
 
-/* Walks warp w's range of the assignments, whose experts are `ids` where a block's shared memory has them all; counts[w][e] is how many of them so far are expert e's. With `write`, each
- * is put into its place: where its expert's begin, plus those of the ranges before, plus those before it in the range. */
+/* Walks warp w's range of the assignments, whose experts are `ids` where a block's shared memory has them all;
+ * counts[w][e] is how many of them so far are expert e's. With `write`, each is put into its place: where its expert's
+ * begin, plus those of the ranges before, plus those before it in the range. */
 template <bool write>
-__device__ void walk_range(const State &s, const int *ids, int (*counts)[NUM_EXPERTS], const int *starts, int begin, int end) {
+__device__ void walk_range(const State &s, const int *ids, int (*counts)[NUM_EXPERTS], const int *starts, int begin,
+                           int end) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int first = begin; first < end; first += 32) {
         int i = first + lane;
@@ -388,8 +390,8 @@ __device__ void dispatch(const State &s, const int *ids, int num_tokens, int lay
 constexpr int FAULTY = 1 << 15; /* one block with a fault, counted in the same word as blocks */
 static_assert(ceil_div(MAX_TOKENS, WARPS) < FAULTY, "too many blocks to count beside the faulty ones");
 
-/* True in the last block to get here, in which `is_bad` becomes true if any block's is. What the others wrote before can
- * be read then. */
+/* True in the last block to get here, in which `is_bad` becomes true if any block's is. What the others wrote before
+ * can be read then. */
 __device__ bool is_last_block(MoeScratch *scratch, bool &is_bad) {
     __shared__ int arrived;
     is_bad = __syncthreads_or(is_bad);
@@ -424,10 +426,12 @@ router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_ro
 }
 int launch_logits(Model *m, int num_rows, const float *router, const float *input) {
     dim3 grid(LOGIT_SLICES, ceil_div(NUM_EXPERTS, LOGIT_EXPERTS), num_rows);
-    if (num_rows <= 4)
-        return launch(m, "router_logits", router_logits_kernel<1>, grid, LOGIT_THREADS, 0, moe(m), input, router, num_rows);
-    grid.z = ceil_div(num_rows, 8);
-    return launch(m, "router_logits", router_logits_kernel<8>, grid, LOGIT_THREADS, 0, moe(m), input, router, num_rows);
+    auto kernel = router_logits_kernel<1>;
+    if (num_rows > 4) {
+        grid.z = ceil_div(num_rows, 8);
+        kernel = router_logits_kernel<8>;
+    }
+    return launch(m, "router_logits", kernel, grid, LOGIT_THREADS, 0, moe(m), input, router, num_rows);
 }
 
 } // namespace
@@ -439,5 +443,6 @@ int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
     Routing routing = {m->state, device_batch(m), m->batch, ROUTER_BIAS ? weights->router_bias : nullptr,
                        m->header.routed_scaling, layer};
     TRY(launch_logits(m, num_tokens, weights->router, input));
-    return launch(m, "router", router_kernel, dim3(ceil_div(num_tokens, WARPS)), WARPS * 32, 0, routing, moe(m), num_tokens);
+    dim3 grid(ceil_div(num_tokens, WARPS));
+    return launch(m, "router", router_kernel, grid, WARPS * 32, 0, routing, moe(m), num_tokens);
 }
