@@ -71,7 +71,7 @@ def parser():
 
 
 # What a checkpoint is: everything that its conversion depends on.
-Plan = namedtuple("Plan", "input family fields bare where eos tokenizer renamed")
+Plan = namedtuple("Plan", "input family fields bare where eos tokenizer renamed unknown")
 
 
 def understand(options):
@@ -87,17 +87,18 @@ def understand(options):
     tensors = sources.stripped(found.tensors, options.checkpoint)
     renamed = len(tensors.keys() - found.tensors.keys())
     settings = config.load(options.config, options.checkpoint)
-    bare = "model_type" not in settings.values
+    bare, unknown = "model_type" not in settings.values, []
     if bare:
         family, sizes = sources.bare_family(tensors, options.checkpoint)
-        fields = config.bare_fields(family, sizes, settings, flags)
+        fields = config.bare_fields(family, sizes, settings, flags, unknown if options.inspect else None)
     else:
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)
     config.check_limits(fields, settings.where or options.checkpoint)
     eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
     fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))
-    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, eos, tokenizer, renamed)
+    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, eos, tokenizer, renamed,
+                unknown)
 
 
 def convert(options):
@@ -193,7 +194,7 @@ def main(arguments=None):
     """Runs the command line and gives the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        convert(parser().parse_args(arguments))
+        convert(parser().parse_intermixed_args(arguments))  # an optional output after options
     except ColibriError as error:
         print(" ".join(str(error).splitlines()), file=sys.stderr)
         return 2

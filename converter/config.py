@@ -258,9 +258,10 @@ SIZES = {"num_experts": "num_local_experts|num_experts", "hidden": "hidden_size|
          "ffn": "intermediate_size|ffn", "num_layers": "num_hidden_layers|num_layers"}
 
 
-def bare_fields(family, sizes, c, flags):
+def bare_fields(family, sizes, c, flags, unknown=None):
     """The header fields of bare MoE layers: `sizes` from their tensors (a config's go before), routing from the family,
-    a config without model_type, or flags {field: value or None}; a choice that nothing tells is asked for."""
+    a config without model_type, or flags {field: value or None}; a choice that nothing tells is asked for, or put into
+    the list `unknown` by its flag."""
     fields = {**zeros(), **PLAIN, **sizes, **family.routing}
     for field, keys in SIZES.items():
         fields[field] = c.get(keys, default=fields[field])
@@ -276,6 +277,9 @@ def bare_fields(family, sizes, c, flags):
             if not (value in (None, family.routing[field]) or _means_nothing(field, value, fields)):
                 raise ColibriError(f"{c.where or flag}: {field}={value}, expected {family.routing[field]}, as always in "
                                    f"{family.name}; drop it")
+        elif value is None and unknown is not None:
+            unknown.append(flag)
+            fields["k"] = fields["k"] or 1
         elif value is None:
             raise ColibriError(f"{c.where or 'no config file'}: {keys.split('|')[0]} is not known, expected it from a "
                                f"config or a flag; give {flag}")

@@ -20,7 +20,8 @@ def describe(plan):
     fields, tensors = plan.fields, plan.input.tensors
     bound = sources.bind(plan.family, tensors, fields, plan.where, sources.MOE if plan.bare else None)
     masked = {**fields, **{name: headers.mask(fields[name]) for name in ("dense_layers", "window_layers")}}
-    table = headers.default().tensors(masked)
+    table = [tensor for tensor in headers.default().tensors(masked) if tensor.name != "rope_frequencies"]
+    k = None if "--k" in plan.unknown else fields["k"]
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     common = max((tensor.dtype for tensor in tensors.values() if tensor.dtype in interleave.KEPT),
                  key=dtypes.__getitem__, default="bfloat16")
@@ -31,16 +32,16 @@ def describe(plan):
     idle = sum(prod(tensor.shape) for tensor in table if len(tensor.shape) == 3) * (
         fields["num_experts"] - fields["k"]) // fields["num_experts"]
     return {"family": plan.family.name, "layers": fields["num_layers"], "dense_layers": len(fields["dense_layers"]),
-            "experts": fields["num_experts"], "k": fields["k"],
+            "experts": fields["num_experts"], "k": k,
             "shared_ffn": fields["shared_ffn"], "hidden": fields["hidden"], "ffn": fields["ffn"],
             "heads": fields["num_heads"], "kv_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"],
             "vocabulary": fields["vocab_size"], "context": fields["max_positions"],
-            "rope_theta": round(float(fields["rope_theta"]), 6), "parameters": total, "active_parameters": total - idle,
+            "rope_theta": round(float(fields["rope_theta"]), 6), "parameters": total, "active_parameters": k and total - idle,
             "tensors": len(tensors), "dtypes": dict(dtypes),
             "checkpoint_bytes": sum(prod(tensor.shape) * tensor.numpy_dtype.itemsize for tensor in tensors.values()),
             "bin_dtype": dtype, "bin_bytes": int(header["file_bytes"]), "needed_bytes": needed, "memory_bytes": memory,
             "fits": needed <= memory, "end_tokens": plan.eos, "tokenizer": bool(plan.tokenizer),
-            "missing": bound.missing, "extra": bound.extra, "left_out": plan.input.left_out + bound.ignored}
+            "missing": [f"a choice of {flag}" for flag in plan.unknown] + bound.missing, "extra": bound.extra, "left_out": plan.input.left_out + bound.ignored}
 
 
 def _lines(figures):
@@ -52,11 +53,11 @@ def _lines(figures):
     fit = "yes" if figures["fits"] else "no"
     rows = {"family": figures["family"],
             "layers": f"{figures['layers']}, {figures['dense_layers']} of them without experts",
-            "experts": f"{figures['experts']} a layer, k={figures['k']}"
+            "experts": f"{figures['experts']} a layer, k={figures['k'] or 'unknown'}"
                        + (", and a shared one" if figures["shared_ffn"] else ""),
             "sizes": ", ".join(f"{name}={figures[name]}" for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim",
                                                                       "vocabulary", "context", "rope_theta")),
-            "parameters": f"{figures['parameters']}, {figures['active_parameters']} active for a token",
+            "parameters": f"{figures['parameters']}, {figures['active_parameters'] or 'unknown'} active for a token",
             "dtypes": ", ".join(f"{count} x {name}" for name, count in figures["dtypes"].items()),
             "checkpoint bytes": gib(figures["checkpoint_bytes"]),
             ".bin bytes": f"{gib(figures['bin_bytes'])} in {figures['bin_dtype']}",

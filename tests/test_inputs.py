@@ -1,0 +1,279 @@
+"""Whatever a user may point the converter at: folders, shards, DeepSpeed's and Megatron's files; and --inspect."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from converter_files import MIXTRAL_CONFIG, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
+from test_converter import DATA, convert, refusal
+
+from colibri.checkpoint import Checkpoint
+from colibri.engine import Engine
+from colibri.errors import ColibriError
+from converter import __main__ as converter
+from converter import inputs
+
+FAMILY = DATA / "families"
+CHOICES = ["--k", "1", "--activation", "gelu", "--no-renormalize"]
+
+
+def folder_of(path, arrays, config=MIXTRAL_CONFIG, **files):
+    """A Hugging Face folder around pytorch_model.bin."""
+    path.mkdir()
+    write_pt(path / "pytorch_model.bin", arrays)
+    (path / "config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def test_shards_of_pickles(tmp_path):
+    arrays = mixtral_arrays()
+    folder = folder_of(tmp_path / "model", arrays)
+    whole = (convert(folder, tmp_path / "whole.bin"), (tmp_path / "whole.bin").read_bytes())[1]
+    names = list(arrays)
+    shards = {"pytorch_model-1.bin": names[:20], "pytorch_model-2.bin": names[20:]}
+    for shard, held in shards.items():
+        write_pt(folder / shard, {name: arrays[name] for name in held})
+    (folder / "pytorch_model.bin").unlink()
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {name: shard for shard, held in shards.items() for name in held}}))
+    convert(folder, tmp_path / "sharded.bin")
+    assert (tmp_path / "sharded.bin").read_bytes() == whole
+    (folder / "pytorch_model-2.bin").unlink()
+    with pytest.raises(ColibriError, match="pytorch_model-2.bin: no such file beside it, expected every shard"):
+        inputs.read(folder)
+
+
+def test_folders_that_are_none(capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "a directory without weights, expected one of model.safetensors.index.json" in refusal(
+        capsys, tmp_path / "empty", tmp_path / "a.bin")
+    folder = folder_of(tmp_path / "other", mixtral_arrays(), {**MIXTRAL_CONFIG, "model_type": "llama"})
+    assert "model_type=llama, expected one of mixtral, olmoe" in refusal(capsys, folder, tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize("named, expected", [({"eos_token_id": 2}, [2]), ({"eos_token_id": [3, 5]}, [3, 5]),
+                                             ({"eos_token_id": None}, [7]), (None, [7])])
+def test_end_tokens_and_tokenizer_go_into_the_file(tmp_path, named, expected):
+    files = {"tokenizer": {"some": "json"}} | ({} if named is None else {"generation_config": named})
+    folder = folder_of(tmp_path / "model", mixtral_arrays(), {**MIXTRAL_CONFIG, "eos_token_id": 7}, **files)
+    convert(folder, tmp_path / "a.bin")
+    checkpoint = Checkpoint(tmp_path / "a.bin")
+    assert checkpoint.eos == expected and checkpoint.tokenizer == b'{"some": "json"}'
+    data = bytearray((tmp_path / "a.bin").read_bytes())
+    data[checkpoint.header["tokenizer_offset"]] ^= 1
+    (tmp_path / "a.bin").write_bytes(data)
+    with pytest.raises(ColibriError, match="tokenizer_crc32=.*the tokenizer is damaged"):
+        Checkpoint(tmp_path / "a.bin")
+
+
+def test_end_tokens_that_are_none(capsys, tmp_path):
+    folder = folder_of(tmp_path / "model", mixtral_arrays(), generation_config={"eos_token_id": "</s>"})
+    assert "generation_config.json: eos_token_id=['</s>'], expected at most 8 token numbers" in refusal(
+        capsys, folder, tmp_path / "a.bin")
+
+
+def test_an_end_token_ends_the_text(tmp_path):
+    """The greedy text of the recorded model, cut where its fifth token is declared an end."""
+    recorded = np.load(FAMILY / "mixtral.npz")
+    greedy, prompt = recorded["greedy"][0].tolist(), recorded["ids"][0][:8]
+    folder = shutil.copytree(FAMILY / "mixtral", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": greedy[5]}))
+    convert(folder, tmp_path / "a.bin")
+    with Engine(tmp_path / "a.bin", backend="host") as engine, engine.session() as session:
+        assert list(session.generate(prompt, 24)) == greedy[:greedy.index(greedy[5])]
+
+
+# DeepSpeed-MoE
+
+def deepspeed(path, layers=2, experts=3, hidden=8, ffn=6, local=None, down_bias=0.0, nested=True):
+    """A checkpoint folder with its MoE layers at transformer layers 1, 3, ...; {Colibri name: array} beside it."""
+    step, generator, expected = path / "global_step7", np.random.default_rng(3), {}
+    step.mkdir(parents=True)
+    (path / "latest").write_text("global_step7\n")
+
+    def numbers(*shape):
+        return generator.standard_normal(shape).astype(np.float32)
+    main = {"language_model.embedding.weight": numbers(5, hidden)}
+    for moe in range(layers):
+        block = f"language_model.encoder.layers.{2 * moe + 1}.mlp.deepspeed_moe."
+        router = numbers(experts, hidden)
+        main[block + "gate.wg.weight"] = expected[f"layers.{moe}.router"] = router
+        parts = []
+        for e in range(experts):
+            number = e if local is None else e % local
+            up, bias, down = numbers(ffn, hidden), numbers(ffn), numbers(hidden, ffn)
+            parts.append((up, bias, down))
+            leaf = f"{block}experts.deepspeed_experts.{number}."
+            write_pt(step / f"layer_{moe}_expert_{e}_mp_rank_00_model_states.pt", {
+                leaf + "dense_h_to_4h.weight": up, leaf + "dense_h_to_4h.bias": bias,
+                leaf + "dense_4h_to_h.weight": down,
+                leaf + "dense_4h_to_h.bias": np.full(hidden, down_bias, np.float32)})
+        for name, arrays in zip(("experts_up", "experts_up_bias", "experts_down"), zip(*parts)):
+            expected[f"layers.{moe}.{name}"] = np.stack(arrays)
+    write_main(step / "mp_rank_00_model_states.pt", main, nested)
+    return expected
+
+
+def write_main(path, arrays, nested):
+    """{"module": ...} with dotted names, or those of the embedding as dicts in dicts."""
+    classes, items, storages = "FloatStorage", [], {}
+    for key, (name, array) in enumerate(arrays.items()):
+        storages[str(key)] = array.tobytes()
+        strides = [stride // 4 for stride in array.strides]
+        items.append((name, tensor(classes, str(key), array.size, 0, array.shape, strides)))
+    flat = b"".join(text(name.removeprefix("language_model.")) + item for name, item in items)
+    inner = text("language_model") + b"}(" + flat + b"u" if nested else b"".join(text(name) + item for name, item in items)
+    write_zip(path, b"}(" + text("module") + b"}(" + inner + b"u" + text("optimizer") + b"Nu", storages)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("local", [None, 2])
+def test_deepspeed_folder(tmp_path, nested, local):
+    expected = deepspeed(tmp_path / "ds", layers=11, experts=4, local=local, nested=nested)
+    header, arrays = convert(tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
+    assert (header["gated"], header["expert_bias"], header["num_layers"], header["ffn"]) == (0, 1, 11, 6)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(arrays[name].reshape(array.shape), array, err_msg=name)
+    assert not arrays["layers.0.experts_down_bias"].any()
+
+
+def test_deepspeed_bias_that_is_not_added(capsys, tmp_path):
+    deepspeed(tmp_path / "ds", down_bias=0.5)
+    convert(tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
+    assert capsys.readouterr().err.count("dense_4h_to_h.bias: not zero, but DeepSpeed does not add it either") == 6
+
+
+@pytest.mark.parametrize("change, cause", [
+    (lambda step: (step / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink(), "missing expert 2 of MoE layer 1"),
+    (lambda step: (step / "mp_rank_01_model_states.pt").touch(), "mp_rank_01, expected mp_rank_00 alone"),
+    (lambda step: (step / "mp_rank_00_model_states.pt").unlink(), "mp_rank_00_model_states.pt: No such file"),
+    (lambda step: shutil.copy(step / "layer_0_expert_0_mp_rank_00_model_states.pt",
+                              step / "layer_0_expert_3_mp_rank_00_model_states.pt"), "extra expert"),
+    (lambda step: shutil.copy(step / "layer_0_expert_0_mp_rank_00_model_states.pt",
+                              step / "layer_1_expert_0_mp_rank_00_model_states.pt"), "belongs to another layer"),
+    (lambda step: (step.parent / "latest").write_text("../elsewhere"), "'../elsewhere', expected the name of a folder"),
+])
+def test_deepspeed_folders_that_cannot_be(capsys, tmp_path, change, cause):
+    deepspeed(tmp_path / "ds")
+    change(tmp_path / "ds" / "global_step7")
+    assert cause in refusal(capsys, tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
+
+
+# Megatron and fairseq
+
+def stack_arrays(router, up, down, gated=1, biases=None, layers=2, experts=12, hidden=10, ffn=6):
+    """({checkpoint name: array}, {Colibri name: array}); templates have {n} and {e}."""
+    generator, arrays, expected = np.random.default_rng(5), {}, {}
+    for n in range(layers):
+        arrays[router.format(n=n)] = expected[f"layers.{n}.router"] = generator.standard_normal((experts, hidden))
+        shapes = {"experts_up": (up, (ffn * (1 + gated), hidden)), "experts_down": (down, (hidden, ffn))}
+        if biases:
+            shapes |= {"experts_up_bias": (biases[0], (ffn,)), "experts_down_bias": (biases[1], (hidden,))}
+        for field, (template, shape) in shapes.items():
+            stacked = generator.standard_normal((experts, *shape))
+            expected[f"layers.{n}.{field}"] = stacked
+            arrays |= {template.format(n=n, e=e): stacked[e] for e in range(experts)}
+    return ({name: array.astype(np.float32) for name, array in arrays.items()},
+            {name: array.astype(np.float32) for name, array in expected.items()})
+
+
+MEGATRON = "decoder.layers.{n}.mlp.experts."
+FAIRSEQ = "decoder.layers.{n}.moe_layer."
+
+
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize("fc1, fc2", [("local_experts.{e}.linear_fc1.weight", "local_experts.{e}.linear_fc2.weight"),
+                                      ("linear_fc1.weight{e}", "linear_fc2.weight{e}")])
+def test_megatron(tmp_path, gated, fc1, fc2):
+    arrays, expected = stack_arrays("decoder.layers.{n}.mlp.router.weight", MEGATRON + fc1, MEGATRON + fc2, gated)
+    header, got = convert(write_pt(tmp_path / "a.pt", arrays), tmp_path / "a.bin", *CHOICES)
+    assert header["gated"] == gated and got.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(got[name], array)
+    del arrays[(MEGATRON + fc2).format(n=1, e=11)]
+    with pytest.raises(ColibriError, match=r"missing tensor " + (MEGATRON + fc2).format(n=1, e=11)):
+        converter.convert(converter.parser().parse_args([str(write_pt(tmp_path / "b.pt", arrays)),
+                                                         str(tmp_path / "b.bin"), *CHOICES]))
+
+
+def test_megatron_correction_means_sigmoid_scores(tmp_path):
+    arrays, _ = stack_arrays("decoder.layers.{n}.mlp.router.weight", MEGATRON + "linear_fc1.weight{e}",
+                             MEGATRON + "linear_fc2.weight{e}")
+    for n in range(2):
+        arrays[f"decoder.layers.{n}.mlp.router.expert_bias"] = np.arange(12, dtype=np.float32) + n
+    header, got = convert(write_pt(tmp_path / "a.pt", arrays), tmp_path / "a.bin", *CHOICES)
+    assert (header["router_kind"], header["router_bias"]) == (2, 1)
+    np.testing.assert_array_equal(got["layers.1.router_bias"], np.arange(12) + 1)
+
+
+def test_fairseq_biases_are_added(tmp_path):
+    arrays, expected = stack_arrays(FAIRSEQ + "gate.wg.weight", FAIRSEQ + "experts.{e}.fc1.weight",
+                                    FAIRSEQ + "experts.{e}.fc2.weight", 0,
+                                    (FAIRSEQ + "experts.{e}.fc1.bias", FAIRSEQ + "experts.{e}.fc2.bias"), layers=1)
+    path = write_pt(tmp_path / "a.pt", arrays)
+    header, _ = convert(path, tmp_path / "a.bin", "--k", "2", "--activation", "relu", "--renormalize")
+    assert header["expert_bias"] == 1
+    layer = {name.split(".")[-1]: array.astype(np.float64) for name, array in expected.items()}
+    x = np.random.default_rng(1).standard_normal((7, 10)).astype(np.float32)
+    scores = np.exp(x @ layer["router"].T)
+    y = np.zeros_like(x, np.float64)
+    for t, row in enumerate(x):
+        ids = np.argsort(-scores[t])[:2]
+        for e in ids:
+            mid = np.maximum(layer["experts_up"][e] @ row + layer["experts_up_bias"][e], 0)
+            y[t] += scores[t, e] / scores[t, ids].sum() * (layer["experts_down"][e] @ mid + layer["experts_down_bias"][e])
+    with Engine(tmp_path / "a.bin", backend="host") as engine:
+        np.testing.assert_allclose(engine.stack(x), y, rtol=1e-4, atol=1e-5)
+
+
+# --inspect
+
+def test_inspect_counts(capsys, tmp_path):
+    assert converter.main([str(FAMILY / "qwen2_moe"), "--inspect", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    convert(FAMILY / "qwen2_moe", tmp_path / "a.bin")
+    header, arrays = read_bin(tmp_path / "a.bin")
+    arrays.pop("rope_frequencies")
+    experts = sum(array.size for array in arrays.values() if array.ndim == 3)
+    total = sum(array.size for array in arrays.values())
+    assert (figures["family"], figures["layers"], figures["experts"], figures["k"]) == (
+        "qwen2_moe", header["num_layers"], header["num_experts"], header["k"])
+    assert figures["parameters"] == total == figures["checkpoint_bytes"] // 4
+    assert figures["active_parameters"] == total - experts + experts * header["k"] // header["num_experts"]
+    assert figures["bin_bytes"] == (tmp_path / "a.bin").stat().st_size and figures["fits"]
+    assert figures["missing"] == figures["extra"] == []
+
+
+def test_the_output_may_come_after_options(tmp_path):
+    assert converter.main([str(DATA / "gpt-moe-32.pt"), "--k", "2", *CHOICES[2:], str(tmp_path / "a.bin")]) == 0
+    assert read_bin(tmp_path / "a.bin")[0]["k"] == 2
+
+
+def test_inspect_tells_what_is_missing(capsys, tmp_path):
+    arrays = mixtral_arrays()
+    del arrays["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    folder = folder_of(tmp_path / "model", arrays)
+    assert converter.main([str(folder), "--inspect"]) == 0
+    lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["missing"].strip() == "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    assert lines["family"].strip() == "mixtral" and lines["fits this machine"].strip().startswith("yes: ")
+    assert converter.main([str(DATA / "gpt-moe-32.pt"), "--inspect"]) == 0
+    assert "a choice of --k, a choice of --activation" in capsys.readouterr().out
+
+
+def test_a_model_larger_than_the_memory_does_not_fit(capsys, monkeypatch):
+    from converter import inspection
+    monkeypatch.setattr(inspection, "_memory_bytes", lambda: 1 << 20)
+    assert converter.main([str(FAMILY / "mixtral"), "--inspect", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+@pytest.mark.parametrize("arguments, cause", [
+    (["--json", "a.bin"], "--json: given, expected only with --inspect"), ([], "required: output"),
+    (["--inspect", "a.bin"], "a.bin: an output with --inspect")])
+def test_options_of_inspect(capsys, arguments, cause):
+    assert converter.main([str(FAMILY / "mixtral"), *arguments]) == 2
+    assert cause in capsys.readouterr().err
