@@ -117,7 +117,7 @@ def convert(options):
     for warning in plan.input.warnings:
         print(warning, file=sys.stderr)
     if options.format == "v1":
-        return v1.convert(family, fields, bound.sources, options)
+        return v1.convert(family, fields, bound, options)
     if options.layer is not None:
         raise ColibriError(f"--layer: {options.layer}, expected only with --format v1; drop it")
     kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(
@@ -132,6 +132,7 @@ def convert(options):
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
         bin_writer.write(file, header, directory, contents, bar.update, plan.tokenizer)
+        sources.check_storages(bound.sources)
     left_out = plan.input.left_out + bound.ignored
     print(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
           f"{fields['num_layers']} layers of {fields['num_experts']} experts, k={fields['k']}, {dtype}"

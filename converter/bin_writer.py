@@ -1,7 +1,9 @@
 """Writes a .bin: planned to the byte, streamed once into a temporary file, then put in its place all at once."""
 
 import contextlib
+import fcntl
 import os
+import re
 import zlib
 from pathlib import Path
 
@@ -84,15 +86,17 @@ def replacing(path, num_bytes, force):
     path = Path(path)
     check_output(path, force)
     directory = path.parent
+    _remove_leftovers(path)
     temporary = directory / f".{path.name}.{os.getpid()}.tmp"
     try:
         free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
         if free < num_bytes:
             raise ColibriError(f"{path}: {free} bytes free, expected {num_bytes}; free some space or write elsewhere")
         with open(temporary, "xb", buffering=0) as file:
+            _lock(file)
             yield file
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)
         folder = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -104,6 +108,26 @@ def replacing(path, num_bytes, force):
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _lock(file):
+    """Whether a temporary file could be marked as one that is being written; the mark ends with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_leftovers(path):
+    """Removes the temporary files of conversions to `path` that were killed."""
+    name = re.compile(re.escape(f".{path.name}.") + r"\d+\.tmp")
+    with contextlib.suppress(OSError):
+        for leftover in path.parent.iterdir():
+            if name.fullmatch(leftover.name) and leftover.is_file() and not leftover.is_symlink():
+                with open(leftover, "rb") as file:
+                    if _lock(file):
+                        leftover.unlink()
 
 
 def check_output(path, force):

@@ -9,8 +9,10 @@ import struct
 from collections import namedtuple
 
 from colibri.errors import ColibriError
+from converter.zip_reader import shown
 
 MAX_LONG_BYTES = 255
+MAX_ARGUMENTS = 16  # of a call, more than any of ALLOWED takes
 SCALAR_KEYS = (str, int, float, bool, bytes, type(None))
 
 StorageRef = namedtuple("StorageRef", "dtype key numel view_offset view_numel")
@@ -41,7 +43,7 @@ def _tensor_v3(storage, offset, shape, strides, requires_grad, hooks, dtype, *re
     return Rebuilt(None, storage, offset, shape, strides, dtype.name)
 
 
-def _ordered_dict(pairs=()):
+def _ordered_dict(pairs):
     return {_key(key): value for key, value in pairs}
 
 
@@ -50,15 +52,16 @@ def _key(key):
     return key if type(key) in SCALAR_KEYS else object()
 
 
+ORDERED_DICT = Function(_ordered_dict)
+FROM_TYPE = Function(None)  # calls another function, for a subclass of Tensor
 ALLOWED = {
-    ("collections", "OrderedDict"): Function(_ordered_dict),
+    ("collections", "OrderedDict"): ORDERED_DICT,
     ("torch._utils", "_rebuild_tensor"): Function(_tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Function(_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Function(_tensor_v3),
     ("torch._utils", "_rebuild_parameter"): Function(lambda data, *rest: data),
     ("torch._utils", "_rebuild_parameter_with_state"): Function(lambda data, *rest: data),
-    ("torch._tensor", "_rebuild_from_type_v2"): Function(lambda function, kind, arguments, state:
-                                                         function.build(*arguments)),
+    ("torch._tensor", "_rebuild_from_type_v2"): FROM_TYPE,
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): Function(lambda *rest: Rebuilt("a meta tensor")),
     ("torch._utils", "_rebuild_qtensor"): Function(lambda *rest: Rebuilt("a quantized tensor")),
     ("torch._utils", "_rebuild_sparse_tensor"): Function(lambda *rest: Rebuilt("a sparse tensor")),
@@ -81,14 +84,16 @@ class PickleReader:
     """One pickle in `data` from `position` on; after load(), `position` is behind its STOP."""
 
     def __init__(self, data, where, position=0, max_opcodes=2_000_000):
-        """where: names the pickle in errors. max_opcodes: bounds time and memory, which grow with each opcode."""
+        """where: names the pickle in errors. max_opcodes: bounds time and memory, which grow with each opcode, or
+        with what an opcode charges."""
         self.data, self.where, self.position, self.max_opcodes = data, where, position, max_opcodes
-        self.stack, self.memo = [], {}
+        self.stack, self.memo, self.charged = [], {}, 0
 
     def load(self):
         """The pickled value; ColibriError on anything that is corrupt or not on the allow-list."""
         try:
-            for _ in range(self.max_opcodes):
+            while self.charged < self.max_opcodes:
+                self.charged += 1
                 opcode = self._take(1)[0]
                 if opcode == ord("."):
                     return self._pop()
@@ -164,7 +169,7 @@ class PickleReader:
         if type(module) is not str or type(name) is not str:
             raise TypeError
         if (module, name) not in ALLOWED:
-            raise ColibriError(f"{self.where}: forbidden global {module}.{name}"[:300] + ", expected tensors in dicts "
+            raise ColibriError(f"{self.where}: forbidden global {shown(module)}.{shown(name)}, expected tensors in dicts "
                                "alone; save model.state_dict(), and do not load this file elsewhere unless you trust "
                                "it")
         self.stack.append(ALLOWED[module, name])
@@ -175,8 +180,16 @@ class PickleReader:
 
     def _reduce(self):
         arguments, function = self._pop(), self._pop()
-        if type(function) is not Function or type(arguments) is not tuple:
+        if function is FROM_TYPE:
+            function, _, arguments, _ = arguments
+        if type(function) is not Function or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
             raise TypeError
+        if function is ORDERED_DICT:  # its pairs may be in the memo, and their opcodes charged once
+            pairs = arguments[0] if arguments else ()
+            self.charged += len(pairs)
+            if self.charged > self.max_opcodes:
+                pairs = ()  # load() ends here
+            arguments = (pairs,)
         self.stack.append(function.build(*arguments))
 
     def _build(self):
@@ -185,7 +198,10 @@ class PickleReader:
             raise TypeError
 
     def _persistent(self):
-        kind, storage_type, key, _, numel, *view = self._pop()
+        reference = self._pop()
+        if len(reference) > MAX_ARGUMENTS:
+            raise TypeError
+        kind, storage_type, key, _, numel, *view = reference
         if (kind != "storage" or type(storage_type) is not StorageType or type(key) is not str
                 or type(numel) is not int):
             raise TypeError

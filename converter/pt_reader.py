@@ -36,8 +36,8 @@ class Storage:
 
     def bytes_at(self, start, stop):
         """(buffer, offset of byte `start` in it)."""
-        if self.crc32 is not None:
-            self.check(stop)
+        check_size(self.mapping, self.where)
+        self.check(stop)
         return self.mapping, self.offset + start
 
     def check(self, stop=None):
@@ -47,6 +47,7 @@ class Storage:
             return
         view = memoryview(self.mapping)
         while self.checked < stop:
+            check_size(self.mapping, self.where)
             step = min(CRC_BYTES, stop - self.checked)
             start = self.offset + self.checked
             self.crc = zlib.crc32(view[start:start + step], self.crc)
@@ -83,11 +84,22 @@ class DeflatedStorage(Storage):
         super().check(stop)
 
     def _inflate(self):
-        with tempfile.TemporaryFile() as file:
-            for piece in inflate(self.source, self.record, self.where):
-                file.write(piece)
-            file.flush()
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with tempfile.TemporaryFile() as file:
+                for piece in inflate(self.source, self.record, self.where):
+                    file.write(piece)
+                file.flush()
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ColibriError(f"{tempfile.tempdir or 'TMPDIR'}: {error.strerror}, expected room for {self.bytes} bytes "
+                               f"inflated from {self.where}; set TMPDIR to a directory with space") from None
+
+
+def check_size(mapping, where):
+    """Refuses a file that was cut off after it was mapped: to touch what is gone would end the process."""
+    if isinstance(mapping, mmap.mmap) and mapping.size() < len(mapping):
+        raise ColibriError(f"{where}: the file shrank to {mapping.size()} bytes while it was read, expected "
+                           f"{len(mapping)}; convert again when nothing writes to it")
 
 
 def inflate(data, record, where):
@@ -95,6 +107,7 @@ def inflate(data, record, where):
     engine, left = zlib.decompressobj(-15), record.bytes
     try:
         for start in range(record.offset, record.offset + record.stored_bytes, 1 << 20):
+            check_size(data, where)
             piece = data[start:min(start + (1 << 20), record.offset + record.stored_bytes)]
             inflated, limit = b"", 0
             while piece or len(inflated) == limit:  # a full answer: the engine may hold more

@@ -154,6 +154,13 @@ def sources(family, tensors, fields, where, keys=None):
     return bound
 
 
+def check_storages(sources):
+    """Carries the checksum of every storage in use to its end: a tensor need not reach so far."""
+    storages = {id(tensor.storage): tensor.storage for experts in sources.values() for parts in experts for tensor in parts}
+    for storage in storages.values():
+        storage.check()
+
+
 def _by_template(family, tensors, fields, where):
     """{(template, layer): {expert or None: Tensor}} and the names left out."""
     templates = {part.template for alternatives in family.tensors.values() for parts in alternatives for part in parts}

@@ -10,7 +10,7 @@ import struct
 import numpy as np
 
 from colibri.errors import ColibriError
-from converter import bin_writer, interleave
+from converter import bin_writer, interleave, sources
 from converter.pt_reader import Storage, Tensor, map_file
 
 HEADER = struct.Struct("<4s3I")
@@ -51,7 +51,7 @@ def read(path, hidden, ffn, k):
     return dict(tensors), stored_k
 
 
-def convert(family, fields, sources, options):
+def convert(family, fields, bound, options):
     """Writes one layer of a checkpoint as version 1."""
     if fields["gated"]:
         raise ColibriError(f"--format v1: {family.name} has gated experts, expected 2-matrix ones; write v2")
@@ -63,7 +63,7 @@ def convert(family, fields, sources, options):
     num_bytes = HEADER.size + 2 * experts * (2 * ffn * hidden + hidden)
     if options.dry_run:
         return print(f"would write: {num_bytes} bytes, layer {options.layer} in version 1")
-    up, down, router = ([parts[0] for parts in sources[f"layers.{options.layer}.{name}"]]
+    up, down, router = ([parts[0] for parts in bound.sources[f"layers.{options.layer}.{name}"]]
                         for name in ("experts_up", "experts_down", "router"))
     with bin_writer.replacing(options.output, num_bytes, options.force) as file:
         bin_writer.write_all(file, HEADER.pack(bin_writer.MAGIC, 1, experts, fields["k"]))
@@ -71,6 +71,7 @@ def convert(family, fields, sources, options):
             for piece in _interleaved(matrices):
                 bin_writer.write_all(file, piece)
         bin_writer.write_all(file, np.ascontiguousarray(interleave.converted(router[0], 0, experts, "f16").T))
+        sources.check_storages({options.layer: [up, down, router]})
     print(f"{options.output}: {num_bytes} bytes, version 1, layer {options.layer}, {experts} experts, k={fields['k']}")
 
 

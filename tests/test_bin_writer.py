@@ -1,5 +1,6 @@
 """converter/bin_writer.py: the file's layout to the byte, and an output that appears complete or not at all."""
 
+import fcntl
 import os
 import resource
 import subprocess
@@ -60,6 +61,25 @@ def test_an_interrupted_write_leaves_the_old_file_alone(tmp_path, error, expecte
         file.write(b"new")
         raise error
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_only_what_a_killed_conversion_left_is_removed(tmp_path):
+    """A temporary file that its writer still holds stays, as does whatever is not of this output."""
+    for name in (".a.bin.1.tmp", f".a.bin.{os.getpid()}.tmp", ".b.bin.1.tmp", ".a.bin.x.tmp"):
+        (tmp_path / name).write_bytes(b"part")
+    (tmp_path / ".a.bin.2.tmp").symlink_to("b.bin")
+    with open(tmp_path / ".a.bin.3.tmp", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with bin_writer.replacing(tmp_path / "a.bin", 4, False) as file:
+            file.write(b"new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".a.bin.2.tmp", ".a.bin.3.tmp", ".a.bin.x.tmp", ".b.bin.1.tmp", "a.bin"]
+
+
+def test_a_file_that_is_written_is_held(tmp_path):
+    with (bin_writer.replacing(tmp_path / "a.bin", 4, False), open(next(tmp_path.iterdir()), "rb") as file,
+          pytest.raises(BlockingIOError)):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def refusal(path, num_bytes=4, force=False):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, read_bin, tensor, text, write_pt
+from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
 
 from converter import __main__ as converter
 from converter import bin_writer
@@ -214,6 +214,21 @@ def test_values_that_overflow_f16_name_their_tensor(capsys, tmp_path):
     write_pt(tmp_path / "a.pt", arrays)
     message = refusal(capsys, tmp_path / "a.pt", tmp_path / "a.bin", *STACK, "--dtype", "f16")
     assert "transformer.h.1.mlp.experts.2.w2.weight: value=-100000 at [4, 5], expected at most 65504 in f16" in message
+
+
+@pytest.mark.parametrize("options", [[], ["--format", "v1", "--layer", "1"]])
+def test_damage_in_a_storage_with_a_tail_that_no_tensor_uses(capsys, tmp_path, options):
+    """The checksum covers all of a storage, so that it must be carried to the end to tell of the used part."""
+    arrays, items, offset = gpt_arrays(), [], 0
+    data = b"".join(array.tobytes() for array in arrays.values()) + bytes(2000)
+    for name, array in arrays.items():
+        items.append(text(name) + tensor("HalfStorage", "0", len(data) // 2, offset, array.shape, (array.shape[1], 1)))
+        offset += array.size
+    path = write_zip(tmp_path / "a.pt", b"}(" + b"".join(items) + b"u", {"0": data})
+    content = bytearray(path.read_bytes())
+    content[content.index(data[:64]) + 20] ^= 16
+    path.write_bytes(content)
+    assert "a.pt: data/0: CRC-32=" in refusal(capsys, path, tmp_path / "a.bin", *STACK, *options)
 
 
 def test_dry_run_tells_the_exact_bytes_and_writes_nothing(capsys, tmp_path):

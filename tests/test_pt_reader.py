@@ -1,5 +1,6 @@
 """converter/pt_reader.py on the checkpoint cases and on files made here: right arrays, or one clear error."""
 
+import io
 import json
 import os
 import time
@@ -123,6 +124,27 @@ def test_damage_is_found_when_the_rows_are_read(tmp_path):
         read_rows(900, 1000)
 
 
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path, compression):
+    path = write_pt(tmp_path / "a.pt", {"w": np.random.default_rng(0).standard_normal((1000, 300))},
+                    compression=compression)
+    checkpoint = read_checkpoint(path)
+    os.truncate(path, 4096)
+    with pytest.raises(ColibriError, match=r"a\.pt: data/0: the file shrank to 4096 bytes while it was read"):
+        checkpoint["w"].rows(900, 1000)
+
+
+def test_no_room_to_inflate_names_the_place(tmp_path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+    path = write_pt(tmp_path / "a.pt", {"w": MATRIX}, compression=zipfile.ZIP_DEFLATED)
+    monkeypatch.setattr("tempfile.TemporaryFile", Full)
+    monkeypatch.setattr("tempfile.tempdir", "/small")
+    with pytest.raises(ColibriError, match=r"^/small: No space left on device, expected room for 48 bytes inflated"):
+        read(path)
+
+
 def test_big_endian_is_refused(tmp_path):
     assert "byteorder=big" in refusal(write_pt(tmp_path / "a.pt", {"w": MATRIX}, extra=[("byteorder", b"big")]))
 
@@ -147,6 +169,26 @@ def test_deep_calls_are_refused(tmp_path):
 def test_a_pickle_bomb_is_bounded(tmp_path):
     path = write_zip(tmp_path / "a.pt", b"]" + b"]\x94" * (20 << 20), {}, zipfile.ZIP_DEFLATED)
     assert "opcodes" in refusal(path)
+
+
+PAIRS = b"](" + b"NN\x86" * 50_000 + b"eq\x010"
+
+
+@pytest.mark.parametrize("body, cause", [
+    (PAIRS + b"](" + b"ccollections\nOrderedDict\nh\x01\x85R0" * 2000, "opcodes"),
+    (b"ctorch._utils\n_rebuild_parameter\n(" + b"N" * 17 + b"tR", "corrupt pickle"),
+    (b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + b"NK\x01" + b"N" * 12 + b"tQ", "corrupt pickle")])
+def test_shared_arguments_are_charged_or_refused(tmp_path, body, cause):
+    assert cause in refusal(write_zip(tmp_path / "a.pt", body, {}))
+
+
+def test_an_ordered_dict_of_pairs(tmp_path):
+    pickled, storages = state_dict({"w": MATRIX})
+    pair = text("w") + pickled[2 + len(text("w")):-1] + b"\x86"
+    body = b"ccollections\nOrderedDict\n](" + pair + b"e\x85R"
+    np.testing.assert_array_equal(read(write_zip(tmp_path / "a.pt", body, storages))["w"], MATRIX)
+    empty = b"ccollections\nOrderedDict\n)R(" + pickled[2:-1] + b"u"
+    np.testing.assert_array_equal(read(write_zip(tmp_path / "b.pt", empty, storages))["w"], MATRIX)
 
 
 @pytest.mark.parametrize("body, cause", [
