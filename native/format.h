@@ -24,13 +24,13 @@
 #define ACTIVATION_SILU 0
 #define ACTIVATION_GELU 1 /* the exact one, with erf */
 #define ACTIVATION_RELU 2
-#define ACTIVATION_CLAMPED_SWIGLU 3 /* g = min(gate, limit), u = clamp(up, +-limit): g sigmoid(alpha g) (u + 1) */
+#define ACTIVATION_CLAMPED_SWIGLU 3 /* g = min(gate, limit), u = up within +-limit: g sigmoid(alpha g) (u + 1) */
 
 /* router_kind: how a token's logits become k experts and their weights */
 #define ROUTER_SOFTMAX 0      /* softmax over all experts, then the k largest */
 #define ROUTER_TOPK_SOFTMAX 1 /* the k largest logits, then softmax over them */
 #define ROUTER_SIGMOID 2      /* sigmoid; chosen by score + router_bias, weighted by the score alone, like softmax */
-#define ROUTER_SPARSEMIXER 3  /* two experts, one after the other, each weighed among the logits near the largest left */
+#define ROUTER_SPARSEMIXER 3  /* two, one after the other, each by a softmax over the logits near the largest left */
 
 /* norm_kind */
 #define NORM_NONE 0
@@ -43,8 +43,8 @@
 
 /* attention_kind */
 #define ATTENTION_GQA 0    /* num_heads / num_kv_heads neighbouring query heads share a kv head */
-#define ATTENTION_LATENT 1 /* k and v of each head come from one latent row, but for k's rotated part, which all share */
-#define ATTENTION_MOA 2    /* k of num_experts experts make num_kv_heads query heads each; head h has kv head h % num_kv_heads */
+#define ATTENTION_LATENT 1 /* k and v of each head come from one latent; k's rotated part is one for all heads */
+#define ATTENTION_MOA 2    /* k experts make num_kv_heads query heads each; head h has kv head h % num_kv_heads */
 
 /* qk_norm: an RMS norm of q and k before they rotate */
 #define QK_NORM_NONE 0
@@ -161,10 +161,12 @@ typedef struct BinTensor {
     B(latent_rows, (attention_kind == 1) * (latent_q_rows + kv_lora_rank + rotary_dim)) \
     B(moa_rows, (attention_kind == 2) * 2 * num_kv_heads * head_dim) \
     B(qkv_rows, gqa_rows + latent_rows + moa_rows) \
+    B(kv_b_rows, (attention_kind == 1) * num_heads * (head_dim - rotary_dim + v_head_dim)) \
     B(moa_experts, (attention_kind == 2) * num_experts)
 
 /* mlp: what every token takes, a dense layer's whole FFN or the shared expert; stored like one gated expert. A head's
- * rows in q_b and of q are its rotated dimensions, then the others; kv_b has all heads' k, then all heads' v. */
+ * rows in q_b and of q are its rotated dimensions, then the others; kv_b has all heads' k, then all heads' v. A gated
+ * experts_up_bias is, expert by expert, all gates, then all ups. */
 #define LAYER_TENSORS(T) \
     T(attention_norm,        float,    0, hidden * (num_heads > 0), 0) \
     T(attention_norm_bias,   float,    0, hidden * norm_bias, 0) \
@@ -175,7 +177,7 @@ typedef struct BinTensor {
     T(q_a_norm,              float,    0, q_lora_rank, 0) \
     T(q_b,                   weight_t, 0, (q_lora_rank > 0) * num_heads * head_dim, q_lora_rank) \
     T(kv_a_norm,             float,    0, kv_lora_rank, 0) \
-    T(kv_b,                  weight_t, 0, (attention_kind == 1) * num_heads * (head_dim - rotary_dim + v_head_dim), kv_lora_rank) \
+    T(kv_b,                  weight_t, 0, kv_b_rows, kv_lora_rank) \
     T(sinks,                 float,    0, num_heads * sinks, 0) \
     T(attention_router,      float,    0, moa_experts, hidden) \
     T(attention_experts_in,  weight_t, moa_experts, num_kv_heads * head_dim, hidden) \
@@ -191,7 +193,7 @@ typedef struct BinTensor {
     T(router_bias,           float,    0, num_experts * router_bias * moe, 0) \
     T(router_logit_bias,     float,    0, num_experts * router_logit_bias * moe, 0) \
     T(experts_up,            weight_t, num_experts * moe, ffn * (1 + gated), hidden) \
-    T(experts_up_bias,       float,    0, num_experts * (1 + gated) * ffn * expert_bias * moe, 0) /* [expert][gate, up] */ \
+    T(experts_up_bias,       float,    0, num_experts * (1 + gated) * ffn * expert_bias * moe, 0) \
     T(experts_down,          weight_t, num_experts * moe, hidden, ffn) \
     T(experts_down_bias,     float,    0, num_experts * hidden * expert_bias * moe, 0) \
     T(ffn_out_bias,          float,    0, hidden * ffn_out_bias, 0)

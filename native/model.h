@@ -58,7 +58,7 @@ typedef struct Batch {
     B(normed,           float,    MAX_TOKENS, HIDDEN) \
     B(qkv,              float,    MAX_TOKENS, QKV_ROWS) \
     B(q,                float,    MAX_TOKENS, OWN_Q * NUM_HEADS * HEAD_DIM) \
-    B(kv,               float,    MAX_TOKENS, KV_B_ROWS)  /* each head's k but for the rotated part, then each head's v */ \
+    B(kv,               float,    MAX_TOKENS, KV_B_ROWS) /* the heads' k but for the rotated part, then their v */ \
     B(attention,        float,    MAX_TOKENS, NUM_HEADS * V_HEAD_DIM) \
     B(router_logits,    float,    MAX_TOKENS, NUM_EXPERTS) \
     B(expert_ids,       int32_t,  MAX_TOKENS, K)  /* best first */ \

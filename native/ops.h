@@ -19,17 +19,18 @@ typedef struct Ops {
     int (*norm)(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
     /* qkv[t] = qkv_weight normed[t] + bias */
     int (*qkv)(Model *m, int num_tokens, const Layer *layer);
-    /* q[t] and kv[t], where qkv[t] is not all: LATENT from the latents in it, MOA by the experts that normed[t] chooses */
+    /* q[t] and kv[t], where qkv[t] is not all: LATENT from the latents in it, MOA by normed[t]'s experts */
     int (*queries)(Model *m, int num_tokens, int layer);
     /* norms, clips and rotates q and k, then stores k and v at (layer, slot, kv head, position) of the caches */
     int (*rope)(Model *m, int num_tokens, int layer);
     /* attention[t] = softmax(attention_scale q k) v over the positions of the token's slot that it sees */
     int (*attention)(Model *m, int num_tokens, int layer);
-    /* x[t] += residual_multiplier * (attention_out attention[t] + bias); MOA: the sum over the chosen experts' outputs */
+    /* x[t] += residual_multiplier * (attention_out attention[t] + bias); MOA: the chosen experts' weighted sum */
     int (*attention_out)(Model *m, int num_tokens, const Layer *layer);
-    /* router_logits of `input` rows, then everything that routing yields: ids, weights, offsets, assignments, active experts, totals */
+    /* router_logits of `input` rows, then all that routing yields: ids, weights, offsets, assignments, active experts,
+     * totals */
     int (*router)(Model *m, int num_tokens, int layer, const float *input);
-    /* mlp_out = mlp_down (activation(gate input) * up input), times sigmoid(shared_gate . input) where the layer has one */
+    /* mlp_out = mlp_down (activation(gate input) * up input), with a shared_gate times sigmoid(shared_gate . input) */
     int (*mlp)(Model *m, int num_tokens, const Layer *layer, const float *input);
     /* expert_mid = activation(gate input) * up input, for each assignment */
     int (*experts_up)(Model *m, int num_tokens, const Layer *layer, const float *input);
@@ -38,7 +39,7 @@ typedef struct Ops {
     /* x[t] = (residual ? x[t] : 0) + residual_multiplier * (sum over slots, in order, of expert_weights * expert_out,
      * then mlp_out, then ffn_out_bias, as far as the layer has them) */
     int (*combine)(Model *m, int num_tokens, const Layer *layer, int residual);
-    /* normed[i] = the final norm of row logit_rows[i] of x; logits[i] = (lm_head normed[i] + bias) * logits_multiplier */
+    /* normed[i] = the final norm of x[logit_rows[i]]; logits[i] = (lm_head normed[i] + bias) * logits_multiplier */
     int (*gather_norm)(Model *m, int num_logits);
     int (*lm_head)(Model *m, int num_logits);
     /* sampled[i] from logits[i]: greedy takes the lowest index among equals */

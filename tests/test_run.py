@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,3 +174,27 @@ def test_readme_example(moe_32, tmp_path):
                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert run.returncode == 0, run.stderr.decode()
     assert run.stdout.decode().strip()
+
+
+def test_a_prompt_through_the_models_tokenizer(tmp_path):
+    """A vocabulary of words: what goes in and comes out is text, in pieces that add up to the whole."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{number}": number for number in range(97)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = shutil.copytree(ROOT / "tests" / "data" / "families" / "mixtral", tmp_path / "model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert program("converter", folder, tmp_path / "a.bin").returncode == 0
+    recorded = np.load(ROOT / "tests" / "data" / "families" / "mixtral.npz")
+    prompt = recorded["ids"][0][:8]
+    arguments = ("--model", tmp_path / "a.bin", "--max-new-tokens", 24, "--json")
+    run = program("colibri.run", *arguments, "--prompt", " ".join(f"w{token}" for token in prompt))
+    assert json.loads(run.stdout)["text"] == " ".join(f"w{token}" for token in recorded["greedy"][0])
+
+
+def test_a_prompt_of_numbers(tmp_path):
+    recorded = np.load(ROOT / "tests" / "data" / "families" / "mixtral.npz")
+    assert program("converter", ROOT / "tests" / "data" / "families" / "mixtral", tmp_path / "a.bin").returncode == 0
+    run = program("colibri.run", "--model", tmp_path / "a.bin", "--max-new-tokens", 24, "--prompt-ids",
+                  ",".join(map(str, recorded["ids"][0][:8])))
+    assert run.stdout.decode().splitlines()[0] == " ".join(map(str, recorded["greedy"][0]))

@@ -341,4 +341,5 @@ static int64_t fma_loop(int64_t iterations) {
 }
 
 #define KERNELS(name, path) \
-    const Kernels name = {path, weight_product, float_product, activate, rms_norm, layer_norm, attend, read_sum, fma_loop}
+    const Kernels name = {path,       weight_product, float_product, activate, rms_norm,                               \
+                          layer_norm, attend,         read_sum,      fma_loop}
