@@ -1,31 +1,40 @@
 """The command line: python -m colibri.run --model model.bin ..."""
 
-import argparse
-import json
 import os
 import signal
-import stat
 import sys
+
+if __name__ == "__main__":  # Ctrl-C during the imports: command() takes over
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+
+import argparse
+import json
+import stat
 import tempfile
 
 import numpy as np
 
-from colibri import report
+from colibri import build, report
 from colibri.checkpoint import Checkpoint
 from colibri.engine import BACKENDS, DISPATCH, MAX_THREADS, Engine, Sampler, check_sampler
 from colibri.errors import ColibriError
 
+USAGE = """python -m colibri.run --model FILE [options]
+       python -m colibri.run --doctor"""
+
 DESCRIPTION = """\
 Runs a model. Three kinds of run, each ending in a table of its figures:
-  --prompt TEXT             text: the continuation streams to stdout, byte by byte
-  --input x.npy --output y.npy   a bare stack of MoE layers: hidden states in, hidden states out
-  neither                   latency: random tokens, prefilled, then decoded, timed"""
+  --prompt TEXT    text: the continuation streams to stdout, byte by byte
+  --input X.npy --output Y.npy
+                   a bare stack of MoE layers: hidden states in and out
+  neither          latency: random tokens, prefilled, then decoded, timed"""
 
 EXAMPLES = """\
 examples:
   python -m colibri.run --model moe-32.bin --prompt "It was the custom of "
-  python -m colibri.run --model moe-32.bin --prompt @chapter.txt --temperature 0.8 --top-p 0.9 --seed 7
-  python -m colibri.run --model moe-32.bin --batch-size 8 --seq-len 256 --repeat 100 --json
+  python -m colibri.run --model moe-32.bin --prompt @chapter.txt \\
+      --temperature 0.8 --top-p 0.9 --seed 7
+  python -m colibri.run --model moe-32.bin --batch-size 8 --seq-len 256 --json
   python -m colibri.run --model stack.bin --input x.npy --output y.npy"""
 
 TEXT_OPTIONS = ("temperature", "top_k", "top_p")
@@ -50,8 +59,8 @@ class Doctor(argparse.Action):
 
 
 def parse(arguments):
-    parser = Parser(prog="python -m colibri.run", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m colibri.run", usage=USAGE, description=DESCRIPTION, epilog=EXAMPLES,
+                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", metavar="FILE", required=True, help="the .bin that python -m converter wrote")
     add("--doctor", action=Doctor, nargs=0, help="what this machine has and lacks, then exit")
@@ -91,6 +100,7 @@ def parse(arguments):
         raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
     options.kind = "text" if options.prompt is not None else "stack" if options.input or options.output else "latency"
     _check_kind(options)
+    _check_sampling(options)
     return options
 
 
@@ -99,12 +109,24 @@ def _check_kind(options):
     if options.kind == "stack" and not (options.input and options.output):
         missing = "--output" if options.input else "--input"
         raise ColibriError(f"{missing}: missing, expected with the other; hidden states go from --input to --output")
+    if options.kind == "stack" and os.path.realpath(options.input) == os.path.realpath(options.output):
+        raise ColibriError(f"--output: {options.output}, expected another file than --input; choose another name")
     foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
                "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",)}
     for name in foreign[options.kind]:
         if getattr(options, name) is not None:
             place = {"text": "without --prompt", "latency": "with --prompt", "stack": "without --input"}[options.kind]
             raise ColibriError(f"--{name.replace('_', '-')}: given, expected only {place}; leave it out")
+
+
+def _check_sampling(options):
+    """Makes options.sampler. Greedy output that was asked for with --top-k or --top-p is a mistake."""
+    options.sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
+                                            1.0 if options.top_p is None else options.top_p, options.seed), "--")
+    for name in ("top_k", "top_p"):
+        if getattr(options, name) is not None and not options.temperature:
+            raise ColibriError(f"--{name.replace('_', '-')}: given, expected only with --temperature above 0, without "
+                               "which the likeliest token is taken; give --temperature 1, or leave it out")
 
 
 def _choice(option, values):
@@ -187,13 +209,14 @@ def read_prompt(prompt, checkpoint):
 
 
 def run_text(engine, options, meter, prompt):
-    sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
-                                    1.0 if options.top_p is None else options.top_p, options.seed), "--")
+    if len(prompt) > engine.context:
+        raise ColibriError(f"--prompt: {len(prompt)} bytes, expected at most {engine.context_rule(len(prompt))}")
+    sampler = options.sampler
     room = engine.room(len(prompt))
     count = options.max_new_tokens or min(NEW_TOKENS["text"], room)
     if count > room:
         raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {len(prompt)} "
-                           f"bytes in a context of {engine.context}; lower it")
+                           f"{'byte' if len(prompt) == 1 else 'bytes'} in a context of {engine.context}; lower it")
     text = bytearray()
     with engine.session() as session:
         tokens = meter.prefill(len(prompt), engine.step, [(session, prompt)], [sampler])
@@ -207,18 +230,20 @@ def run_text(engine, options, meter, prompt):
             tokens = meter.decode(1, engine.step, [(session, tokens)], [sampler])
     if not options.json:
         print("\n")
-    return {"text": text.decode(errors="replace")}
+    return {"text": text.decode(errors="replace"), "prompt_tokens": len(prompt), "new_tokens": count,
+            **sampler._asdict()}
 
 
 def run_latency(engine, options, meter, _):
     header = engine.checkpoint.header
     batch_size, seq_len = options.batch_size or 1, options.seq_len or 128
     new_tokens = options.max_new_tokens or min(NEW_TOKENS["latency"], seq_len - 1)
-    for option, value, limit, macro in (("--batch-size", batch_size, engine.library.baked["max_batch"], "MAX_BATCH"),
-                                        ("--seq-len", seq_len, engine.context, "MAX_SEQ_LEN")):
-        if value > limit:
-            raise ColibriError(f"{option}: {value}, expected at most {limit}, which the library was built for; "
-                               f"lower it, or raise {macro} with DEFINES=-D{macro}={value} in the environment")
+    max_batch = engine.library.baked["max_batch"]
+    if batch_size > max_batch:
+        raise ColibriError(f"--batch-size: {batch_size}, expected at most {max_batch}, "
+                           f"{build.raise_limit('MAX_BATCH', batch_size)}")
+    if seq_len > engine.context:
+        raise ColibriError(f"--seq-len: {seq_len}, expected at most {engine.context_rule(seq_len)}")
     if new_tokens >= seq_len:
         raise ColibriError(f"--max-new-tokens: {new_tokens}, expected fewer than --seq-len {seq_len}, which counts "
                            "them; lower it")
@@ -230,7 +255,8 @@ def run_latency(engine, options, meter, _):
         if index == warmup:
             meter.restart()
         one_round(engine, meter, generator, batch_size, seq_len - new_tokens, new_tokens)
-    return {"batch_size": batch_size, "seq_len": seq_len, "new_tokens": new_tokens, "repeat": repeat}
+    return {"batch_size": batch_size, "seq_len": seq_len, "new_tokens": new_tokens, "warmup": warmup, "repeat": repeat,
+            "seed": options.seed}
 
 
 def _token_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
@@ -330,6 +356,7 @@ def command():
     """main() as a program: one line and status 2 for a mistake, 130 for Ctrl-C, quiet when the reader goes away."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
         sys.stdout.flush()
         return 0

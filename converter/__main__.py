@@ -1,8 +1,13 @@
 """The converter's command line: python -m converter moe.pt moe.bin"""
 
-import argparse
+import os
 import signal
 import sys
+
+if __name__ == "__main__":  # Ctrl-C during the imports: main() takes over
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was written\n"), os._exit(130)))
+
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +16,7 @@ from tqdm import tqdm
 from colibri.errors import ColibriError
 from converter import bin_writer, config, interleave, names, pt_reader, v1
 
-DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into the .bin that Colibri runs."
+DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
 EXAMPLES = """\
 examples:
   python -m converter mixtral.pt mixtral.bin
@@ -20,13 +25,16 @@ examples:
       a stack of MoE layers without a config file
   python -m converter moe.pt moe.bin --dry-run
       what would be written: bytes, memory, tensors
-  python -m converter moe.pt layer3.bin --format v1 --layer 3 --k 2 --activation gelu --renormalize
+  python -m converter moe.pt layer3.bin --format v1 --layer 3 \\
+      --k 2 --activation gelu --renormalize
       one layer in the version 1 format
-  python -m converter old-v1.bin new.bin --hidden 4096 --ffn 14336 --activation gelu --renormalize
+  python -m converter old-v1.bin new.bin --hidden 4096 --ffn 14336 \\
+      --activation gelu --renormalize
       a version 1 file made version 2
 
-Nothing in the checkpoint is executed, memory stays below 256 MiB plus the largest matrix, and the output appears
-complete or not at all. Exit status: 0 done, 2 an error (one line on stderr), 130 interrupted.
+Nothing in the checkpoint is executed, memory stays below 256 MiB plus the
+largest matrix, and the output appears complete or not at all. Exit status:
+0 done, 2 an error (one line on stderr), 130 interrupted.
 """
 
 INTERPRETER_BYTES = 24 << 20  # anonymous memory of Python with numpy
@@ -69,14 +77,15 @@ def convert(options):
     if output.exists() and Path(options.checkpoint).exists() and output.samefile(options.checkpoint):
         raise ColibriError(f"{output}: is the checkpoint itself; choose another output")
     flags = {"k": options.k, "activation": options.activation, "renormalize": options.renormalize}
+    settings = config.load(options.config, options.checkpoint, flags)
     if v1.is_v1(options.checkpoint):
-        checkpoint, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k)
+        others = settings.missing(["activation", "renormalize"])
+        checkpoint, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k, others)
     else:
         if options.hidden is not None or options.ffn is not None:
             raise ColibriError("--hidden, --ffn: only for a version 1 .bin, which has no dimensions; drop them")
         checkpoint = pt_reader.read_checkpoint(options.checkpoint)
     found = names.collect(checkpoint, options.checkpoint)
-    settings = config.load(options.config, options.checkpoint, flags)
     fields = config.header_fields(found, settings, options.checkpoint)
     names.settle_ties(found, fields, options.checkpoint)
     sources = names.sources(found, fields, options.checkpoint)
@@ -92,13 +101,18 @@ def convert(options):
           progress_bar(int(directory["bytes"].sum()), output) as bar):
         bin_writer.write(file, header, directory, lambda name: _contents(name, sources, fields, dtype), bar.update)
     print(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {found.family.name}, "
-          f"{fields['num_layers']} layers of {fields['num_experts']} experts, k={fields['k']}, {dtype}"
+          f"{_count(fields['num_layers'], 'layer')} of {_count(fields['num_experts'], 'expert')}, k={fields['k']}, "
+          f"{dtype}"
           + (f"; left out: {', '.join(found.ignored)}" if found.ignored else ""))
 
 
 def progress_bar(num_bytes, output):
     """On a terminal only, so that a log or a pipe gets errors alone."""
-    return tqdm(total=num_bytes, desc=str(output), unit="B", unit_scale=True, disable=None)
+    return tqdm(total=num_bytes, desc=str(output), unit="B", unit_scale=True, disable=None, leave=False)
+
+
+def _count(number, what):
+    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def _contents(name, sources, fields, dtype):
@@ -142,8 +156,9 @@ def _report(found, fields, header, directory, dtype):
 
 def main(arguments=None):
     """Runs the command line and gives the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
         convert(parser().parse_args(arguments))
     except ColibriError as error:
         print(" ".join(str(error).splitlines()), file=sys.stderr)

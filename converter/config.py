@@ -55,6 +55,11 @@ class Config:
                                f"config or a flag; {fix}")
         return value
 
+    def missing(self, fields):
+        """The flags of those fields that nothing tells."""
+        kinds = {"activation": str, "renormalize": bool}
+        return [FLAGS[field] for field in fields if self.get(field, kinds.get(field, int)) is None]
+
     def activation(self):
         """The activation's code in the header."""
         codes, name = headers.default().codes("ACTIVATION"), self.need("activation", str)
@@ -90,6 +95,10 @@ def header_fields(found, config, path):
     family_renormalize = True if found.family.name == "mixtral" else None
     fields = dict.fromkeys(headers.default().structs["BinHeader"].names, 0)
     up = next(iter(found.tensors["layers.N.experts_up"].values()))
+    missing = config.missing(["k", "activation"] + ["renormalize"] * (family_renormalize is None))
+    if len(missing) > 1:
+        raise ColibriError(f"{config.where or 'no config file'}: how experts are used is not known, expected it from a "
+                           f"config or flags; give {', '.join(missing)}")
     ffn, hidden = next(iter(up.values())).shape if len(next(iter(up.values())).shape) == 2 else (0, 0)
     fields.update(num_experts=config.get("num_experts") or found.num_experts, k=config.need("k"),
                   num_layers=config.get("num_layers") or found.num_layers, hidden=config.get("hidden") or hidden,
