@@ -1,12 +1,15 @@
-# make: the host library. make ARCH=sm_90 (sm_80 sm_86 sm_89 sm_100 sm_120): with CUDA. MODEL=file.bin bakes that model's
-# shape in; without it, native/config.h's defaults. DEFINES=-DMAX_SEQ_LEN=1024 raises a capacity.
+# make: the host library. make ARCH=sm_90: with CUDA. MODEL=file.bin bakes that model's shape in; without it,
+# native/config.h's defaults. DEFINES=-DMAX_BATCH=64 raises a capacity.
+ARCHS   := host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 ARCH    := host
+$(if $(filter $(ARCHS),$(ARCH)),,$(error ARCH=$(ARCH): expected one of $(ARCHS)))
+$(if $(filter-out -%,$(DEFINES)),$(error DEFINES=$(DEFINES): expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64))
 PYTHON  := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 CONFIG  := $(strip $(if $(MODEL),$(shell $(PYTHON) -m colibri.build --defines $(MODEL))) $(DEFINES))
 $(if $(filter-out 0,$(if $(MODEL),$(.SHELLSTATUS))),$(error MODEL=$(MODEL): cannot read its shape))
 BUILD   := build/$(ARCH)-$(shell printf '%s' '$(CONFIG)' | sha256sum | cut -c1-12)
 NUMBER  := $(ARCH:sm_%=%)
-CUDA    := $(if $(filter sm_%,$(ARCH)),$(or $(wildcard native/cuda/*.cu),$(error ARCH=$(ARCH): no CUDA sources in native/cuda)))
+CUDA    := $(if $(filter sm_%,$(ARCH)),$(wildcard native/cuda/*.cu))
 OBJECTS := $(patsubst native/%,$(BUILD)/%.o,$(wildcard native/*.c native/host/*.c) $(CUDA))
 FLAGS   := -O3 -Inative -MMD $(CONFIG) $(if $(CUDA),-DCUDA_ARCH=$(NUMBER))
 TARGET  := $(NUMBER:90=90a)
@@ -19,7 +22,7 @@ $(BUILD)/%.cu.o: native/%.cu ; @mkdir -p $(@D)
 .venv/installed: setup.cfg ; python3 -m venv .venv && .venv/bin/pip install -q -e .[test] && touch $@
 run: .venv/installed ; .venv/bin/python -m converter models/moe-32.pt moe-32.bin --force && .venv/bin/python -m colibri.run --model moe-32.bin --prompt "It was the custom of the old captain, "
 test: .venv/installed ; .venv/bin/python -m pytest tests
-bench: .venv/installed ; .venv/bin/python -m bench.latency && bench/stress.sh
+bench: .venv/installed ; .venv/bin/python -m bench.latency && bench/stress.sh 20
 clean: ; rm -rf build
 .PHONY: run test bench clean
 -include $(OBJECTS:.o=.d)

@@ -42,7 +42,12 @@ def measure(model, batch_size, seq_len, repeat):
         row.update({f"{kind}_{name}_ms": value for name, value in (figures[f"{kind}_ms"] or {}).items()})
     row = {name: row[name] for name in COLUMNS}
     row["command"] = " ".join(command)
-    return {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
+    return {name: plain(value) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def plain(value):
+    """Four digits, without an exponent."""
+    return f"{float(f'{value:.4g}'):.10f}".rstrip("0").rstrip(".")
 
 
 def main():

@@ -18,10 +18,10 @@ RANDOM=$SEED
 failed=0 growing=1 previous=
 for ((run = 1; run <= RUNS; run++)); do
     batch=$((RANDOM % 32 + 1)) length=$((RANDOM % 385 + 128))
-    printf 'run %2d: batch %2d, length %3d: ' "$run" "$batch" "$length"
+    label=$(printf 'run %2d: batch %2d, length %3d' "$run" "$batch" "$length") # after the run, which shows its progress
     if ! json=$("$PYTHON" -m colibri.run --model "$MODEL" --batch-size "$batch" --seq-len "$length" \
                 --repeat "$REPEAT" --seed "$SEED" --json); then
-        echo "failed"
+        echo "$label: failed"
         failed=1
         continue
     fi
@@ -31,7 +31,7 @@ run = json.loads(sys.argv[1])
 itl = run["itl_ms"]
 print("%.3f %.3f %.3f" % (itl["p50"], itl["p99"], itl["max"]),
       "%.1f %.1f" % (run["resident_mib"], run["resident_growth_mib"]))' "$json")
-    echo "P50 $p50, P99 $p99, max $max ms; $resident MiB resident, grew by $growth MiB"
+    echo "$label: P50 $p50, P99 $p99, max $max ms; $resident MiB resident, grew by $growth MiB"
     if awk "BEGIN {exit !($growth > $GROWTH_MIB)}"; then
         echo "run $run: memory grew by $growth MiB, expected at most $GROWTH_MIB" >&2
         failed=1

@@ -31,6 +31,7 @@ def library_path(checkpoint, arch="host", build=True):
         if not os.path.isfile(chosen):
             raise ColibriError(f"COLIBRI_LIBRARY={chosen}: not found, expected a libcolibri.so; unset it to build one")
         return chosen
+    check_defines(checkpoint)
     config = config_string(checkpoint.header)
     key = hashlib.sha256(config.encode()).hexdigest()[:12]  # the Makefile's rule
     library = ROOT / "build" / f"{arch}-{key}" / "libcolibri.so"
@@ -67,6 +68,25 @@ def config_string(header):
     return " ".join(defines(header) + os.environ.get("DEFINES", "").split())
 
 
+def check_defines(checkpoint):
+    """That DEFINES holds options of a compiler, and none that contradicts the model."""
+    for option in os.environ.get("DEFINES", "").split():
+        name, _, value = option.removeprefix("-D").partition("=")
+        if not option.startswith("-"):
+            raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE; write DEFINES=-D{option}")
+        field = name.lower()
+        shape = field in headers.default().structs["Config"].names and field in checkpoint.header
+        if shape and value != str(checkpoint.header[field]):
+            raise ColibriError(f"DEFINES: {option}, expected {checkpoint.header[field]} as in {checkpoint.path}; the "
+                               "model decides, leave it out")
+
+
+def raise_limit(macro, value):
+    """What to do where a library was built for less than `value`."""
+    unset = "unset COLIBRI_LIBRARY and " if "COLIBRI_LIBRARY" in os.environ else ""
+    return f"{macro} of the library; use fewer, or {unset}raise it with DEFINES=-D{macro}={value} in the environment"
+
+
 def make_command(checkpoint, arch="host"):
     """The command that a user would type for this model."""
     command = ["make"] + ([] if arch == "host" else [f"ARCH={arch}"])
@@ -78,8 +98,10 @@ def compare(library, checkpoint):
     arch = f"sm_{library.baked['cuda_arch']}" if library.baked["cuda_arch"] else "host"
     for name, value in library.baked.items():
         if name in checkpoint.header and value != checkpoint.header[name]:
+            fix = "unset COLIBRI_LIBRARY, or " if "COLIBRI_LIBRARY" in os.environ else ""
+            fix += f"build its library with {' '.join(make_command(checkpoint, arch))}"
             raise ColibriError(f"{library.file}: {name}={value}, expected {checkpoint.header[name]} from "
-                               f"{checkpoint.path}; build its library with {' '.join(make_command(checkpoint, arch))}")
+                               f"{checkpoint.path}; {fix}")
 
 
 def _is_current(library):

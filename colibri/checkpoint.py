@@ -38,7 +38,10 @@ class Checkpoint:
     """
 
     def __init__(self, path):
-        self.path = os.fspath(path)
+        try:
+            self.path = os.fsdecode(path)
+        except TypeError:
+            raise ColibriError(f"model: {path}, expected the name of a file") from None
         self._headers = headers.default()
         self._constants = self._headers.constants
         self.data = _map(self.path)
@@ -66,7 +69,8 @@ class Checkpoint:
         version = int.from_bytes(start[4:], "little")
         if len(start) == 8 and version == 1:
             self.fail("version=1, expected 2; it has no dimensions in it, so upgrade it with "
-                      f"python -m converter {self.path} new.bin --hidden H --ffn F")
+                      f"python -m converter {self.path} new.bin --hidden H --ffn F --activation NAME "
+                      "--renormalize (or --no-renormalize)")
         if len(start) == 8 and version != self._constants["FORMAT_VERSION"]:
             self.fail(f"version={version}, this build reads 1 and 2; convert again with this converter")
         self.expect(size >= struct.itemsize, "size", size, f"at least {struct.itemsize} bytes",
@@ -110,6 +114,10 @@ class Checkpoint:
         for name in FLOATS:
             self.expect(math.isfinite(header[name]) and header[name] >= 0, name, header[name], "a finite number")
         rows = self._constants["PANEL_ROWS"]
+        if header["norm_kind"]:
+            self.expect(header["norm_eps"] > 0, "norm_eps", header["norm_eps"], "more than 0")
+        if header["rope_kind"]:
+            self.expect(header["rope_theta"] > 0, "rope_theta", header["rope_theta"], "more than 0")
         self.expect(header["interleave_rows"] == rows, "interleave_rows", header["interleave_rows"], rows)
         self._check_routing(header)
         self._check_attention(header)
@@ -130,7 +138,10 @@ class Checkpoint:
         heads, kv_heads, head_dim = header["num_heads"], header["num_kv_heads"], header["head_dim"]
         self.expect((heads == 0) == (header["vocab_size"] == 0), "vocab_size", header["vocab_size"],
                     "0 for a bare stack of MoE layers (num_heads=0) and at least 1 otherwise")
-        if heads:
+        if not heads:
+            self.expect(kv_heads == 0, "num_kv_heads", kv_heads, "0 for num_heads=0")
+            self.expect(head_dim == 0, "head_dim", head_dim, "0 for num_heads=0")
+        else:
             self.expect(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads,
                         f"a divisor of num_heads={heads}")
             self.expect(2 <= head_dim <= 512 and head_dim % 2 == 0, "head_dim", head_dim, "an even number, 2 to 512")
@@ -191,6 +202,7 @@ class Checkpoint:
         alignment = self._constants["DATA_ALIGNMENT"]
         for good, name, value, expected in (
                 (got == names[code], "dtype", got, names[code]),
+                (entry["reserved"] == 0, "reserved", entry["reserved"], 0),
                 (rank == len(tensor.shape), "rank", rank, len(tensor.shape)),
                 (shape == padded, "shape", shape[:min(rank, len(shape))], tensor.shape),
                 (size == expected_bytes, "bytes", size, expected_bytes),

@@ -330,7 +330,7 @@ class DeviceMemory:
         rate, ceiling = self._copied / self.seconds["weights"], self.pinned_rate()
         return {"device": {
             "name": gpu().name, "dispatch": self.dispatch, "graphs": self.graphs.statistics(),
-            "memory_mib": {name: size / 2**20 for name, size in self._bytes.items()},
+            "memory_mib": {name.replace(" ", "_"): size / 2**20 for name, size in self._bytes.items()},
             "used_mib": (total - free) / 2**20, "total_mib": total / 2**20,
             "weights_gb_per_s": rate / 1e9, "pinned_gb_per_s": ceiling / 1e9}}
 

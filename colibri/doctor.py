@@ -1,16 +1,19 @@
 """python -m colibri.run --doctor: what this machine has and lacks, a line each: ok, or what to do about it."""
 
+import contextlib
 import glob
 import os
 import re
 import shutil
 import subprocess
+import textwrap
 
 from colibri import build, engine, native
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
 CPU_FLAGS = ("avx2", "fma", "f16c")
+COLUMNS = 80
 
 
 def report():
@@ -18,11 +21,15 @@ def report():
     checks = [("host", host), ("host memory", host_memory), ("gcc and make", host_tools), ("GPU driver", gpu_driver),
               ("GPU", gpu), ("GPU memory", gpu_memory), ("nvcc", nvcc)]
     lines = [(label, attempt(check)) for label, check in checks]
-    lines += [(name, attempt(lambda name=name: library(name))) for name in libraries()]
-    lines += [(name, attempt(lambda name=name: model(name))) for name in sorted(glob.glob("*.bin"))]
+    used = set()
+    lines += [(name, attempt(lambda name=name: model(name, used))) for name in sorted(glob.glob("*.bin"))]
+    others = len({*glob.glob(str(build.ROOT / "build" / "*" / "libcolibri.so"))} - used)
+    others = f"{others} more in build/, which make clean removes" if others else "ok: no others in build/"
+    lines.append(("libraries", others))
     lines.append(("to build", attempt(make_command)))
-    width = max(len(label) for label, _ in lines) + 2
-    return "\n".join(f"{label:<{width}}{text}" for label, text in lines)
+    width = min(max(len(label) for label, _ in lines), 24) + 2
+    return "\n".join(textwrap.fill(text, COLUMNS, initial_indent=f"{label:<{width - 2}}  ",
+                                   subsequent_indent=" " * width) for label, text in lines)
 
 
 def attempt(check):
@@ -85,40 +92,31 @@ def nvcc():
     return f"ok: {path}, CUDA {version[1] if version else 'of an unknown version'}"
 
 
-def libraries():
-    return sorted(os.path.relpath(path) for path in glob.glob(str(build.ROOT / "build" / "*" / "libcolibri.so")))
-
-
-def library(path):
-    try:
-        loaded = native.Library(path)
-    except ColibriError as error:
-        return str(error).removeprefix(f"{path}: ")
-    baked, constants = loaded.baked, loaded.headers.constants
-    backends = [constants["COLIBRI_HOST"]] + ([constants["COLIBRI_CUDA"]] if baked["cuda_arch"] else [])
-    names = " and ".join(loaded.path(backend).decode() for backend in backends)
-    shape = ", ".join(f"{name} {baked[name]}" for name in ("num_experts", "k", "hidden", "ffn", "max_batch", "max_seq_len"))
-    return f"ok: {names}; {shape}"
-
-
-def model(path):
+def model(path, used):
+    """Whether a model's library is ready; its path is added to `used`."""
     checkpoint = Checkpoint(path)
-    fitting = [name for name in libraries() if fits(name, checkpoint)]
-    if fitting:
-        return f"ok: runs with {', '.join(fitting)}"
-    return f"no library yet: colibri.run builds it, or {' '.join(build.make_command(checkpoint))}"
+    build.check_defines(checkpoint)
+    ready = {}
+    for arch in archs():
+        with contextlib.suppress(ColibriError):
+            ready[arch] = build.library_path(checkpoint, arch, build=False)
+    if not ready:
+        return "no library yet: colibri.run builds it at the model's first run"
+    for library in ready.values():
+        build.compare(native.Library(library), checkpoint)
+    used.update(ready.values())
+    return f"ok: its library is built for {' and '.join(ready)}"
 
 
-def fits(path, checkpoint):
+def archs():
+    """What models can be built for to run on this machine."""
     try:
-        build.compare(native.Library(path), checkpoint)
-        return True
+        return ["host", device().arch()]
     except ColibriError:
-        return False
+        return ["host"]
 
 
 def make_command():
-    try:
-        return f"make ARCH={device().arch()} MODEL=model.bin"
-    except ColibriError:
-        return "make MODEL=model.bin"
+    arch = archs()[-1]
+    command = "make MODEL=model.bin" if arch == "host" else f"make ARCH={arch} MODEL=model.bin"
+    return f"{command}, as colibri.run does"

@@ -1,9 +1,12 @@
 """Engine: a loaded model. Session: one KV-cache timeline in it, with prefill, decode and generate."""
 
+import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import namedtuple
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -15,6 +18,8 @@ from colibri.weights import HostMemory, pointers
 BACKENDS = ("auto", "host", "cuda")
 DISPATCH = ("device", "combo", "dynamic")  # colibri.device knows what they are
 MAX_THREADS = 256
+THREADS_PER_PROCESSOR = 4  # at most; more only take memory, until there is none for another's stack
+MAX_SLOTS = 1 << 16
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # without one of them, not even asking the driver can succeed
 
 Sampler = namedtuple("Sampler", "temperature top_k top_p seed", defaults=(0.0, 0, 1.0, 0))
@@ -25,7 +30,7 @@ class Engine:
 
     path:       the model's file, or a Checkpoint of it
     backend:    "host", "cuda", or "auto": cuda where it can be had, else host, with the reason in `why_host`
-    threads:    host threads; None: the processors that this process may use
+    threads:    host threads; None: the processors that this process may use; at most 4 for each of them
     num_slots:  sessions that can be open at once; None: the library's max_batch
     build:      False makes a library that is not built yet an error
     num_layers: run only the first so many layers, to look at what happens inside
@@ -43,13 +48,13 @@ class Engine:
         self.library, memory, self.why_host = load_library(self.checkpoint, backend, build)
         loaded = time.perf_counter()
         header, baked = self.checkpoint.header, self.library.baked
-        self.threads = _between("threads", threads, usable_processors(), 1, MAX_THREADS)
-        self.num_slots = _between("num_slots", num_slots, baked["max_batch"], 1, 1 << 16)
+        self.threads = check_threads(threads)
+        self.num_slots = _between("num_slots", num_slots, baked["max_batch"], 1, MAX_SLOTS)
         self.num_layers = _between("num_layers", num_layers, header["num_layers"], 1, header["num_layers"])
         self.max_tokens = self.library.headers.constants["MAX_TOKENS"]
         self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
         if dispatch not in (None, *DISPATCH):
-            raise ColibriError(f"dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
+            raise ColibriError(f"--dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
         self.memory = memory(self.library, dispatch)
         try:
             self._bind()
@@ -90,12 +95,11 @@ class Engine:
         self._positions = np.arange(library.baked["max_seq_len"], dtype=np.int32)
 
     def session(self):
-        """A new, empty timeline. Close it (or use `with`) to give its slot to another."""
+        """A new, empty timeline. Close it (or use `with`, or drop it) to give its slot to another."""
         if self.checkpoint.header["vocab_size"] == 0:
             raise ColibriError(f"{self.checkpoint.path}: vocab_size=0, expected tokens; this is a bare stack of MoE "
                                "layers, run hidden states through it with Engine.stack or --input")
-        with self._lock:
-            self._check_open()
+        with self._open():
             if not self._free_slots:
                 raise ColibriError(f"num_slots: {self.num_slots} sessions are open, expected fewer to open another; "
                                    "close one, or load the engine with more slots")
@@ -109,21 +113,19 @@ class Engine:
         every:    logits after every token, not only after each session's last
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         """
-        with self._lock:
-            self._check_open()
-            pending = [(session, self._check_tokens(session, tokens)) for session, tokens in work]
-            if len({session.slot for session, _ in work}) < len(work):
-                raise ColibriError("step: one session twice, expected each once")
+        with self._open():
+            pending = self._check_work(work)
             results = []
-            samplers = iter(samplers) if samplers else None
+            samplers = _check_samplers(samplers, len(pending))
             while pending:
                 pending, num_tokens, num_logits, taken = self._fill(pending, samplers, every)
                 self._run(self.library.forward, num_tokens, num_logits)
-                for session, count in taken:
-                    session.length += count
                 if num_logits:
                     results.append(self._fields["sampled"][:num_logits].copy() if samplers else
                                    self.state("logits", num_logits).copy())
+                    _check_finite("step: the logits", results[-1], sum(map(len, results[:-1])))
+                for session, count in taken:
+                    session.length += count
         results = np.concatenate(results)
         return results.tolist() if samplers else results
 
@@ -137,8 +139,7 @@ class Engine:
         if x.ndim != 2 or x.shape[1] != hidden or x.dtype.kind != "f":
             raise ColibriError(f"x: {x.dtype} of shape {x.shape}, expected floats of shape (num_tokens, {hidden})")
         y = np.empty(x.shape, np.float32)
-        with self._lock:
-            self._check_open()
+        with self._open(), np.errstate(over="ignore"):  # what float32 cannot hold shows in the result
             for start in range(0, len(x), self.max_tokens):
                 rows = np.ascontiguousarray(x[start:start + self.max_tokens], np.float32)
                 self.write("x", rows)
@@ -146,31 +147,44 @@ class Engine:
                 self._fields["num_logits"][0] = 0
                 self._run(self.library.forward_stack, len(rows))
                 y[start:start + len(rows)] = self.state("x", len(rows))
+                _check_finite("stack: the result", y[start:start + len(rows)], start)
         return y
 
     def room(self, num_tokens):
         """How many tokens can be generated after num_tokens: the last is not fed back, and takes no position."""
         if num_tokens > self.context:
-            raise ColibriError(f"tokens: {num_tokens} in one session, expected at most {self.context}, the context; "
-                               "shorten the prompt or begin another session")
+            raise ColibriError(f"tokens: {num_tokens} in one session, expected at most "
+                               f"{self.context_rule(num_tokens)}, or begin another session")
         return self.context - num_tokens + 1
+
+    def context_rule(self, wanted):
+        """For an error about too many tokens: how many fit, which limit that is, and what to do to have `wanted`."""
+        positions, built = self.checkpoint.header["max_positions"], self.library.baked["max_seq_len"]
+        if 0 < positions <= built:
+            return f"{positions}, max_positions of {self.checkpoint.path}; use fewer"
+        return f"{built}, {build.raise_limit('MAX_SEQ_LEN', min(wanted, positions or wanted))}"
 
     def state(self, name, rows=None):
         """The first rows (None: all) of a buffer of model.h's STATE_BUFFERS, as the last step left it; copy to keep."""
-        buffer = self._buffers[name]
-        rows = buffer.rows if rows is None else rows
+        self._check_open()
+        buffer = self._buffer(name)
+        rows = _between("rows", rows, buffer.rows, 0, buffer.rows)
         return self.memory.read(int(self._model["state"][name][0]), (rows, buffer.columns), buffer.dtype)
 
     def write(self, name, array):
         """Puts rows of a buffer there, before a step or an op that reads them."""
-        buffer = self._buffers[name]
+        self._check_open()
+        buffer = self._buffer(name)
         array = np.ascontiguousarray(array, buffer.dtype)
+        if array.size > buffer.rows * buffer.columns:
+            raise ColibriError(f"{name}: shape={array.shape}, expected at most {(buffer.rows, buffer.columns)}")
         self.memory.write(int(self._model["state"][name][0]), array)
 
     def run_op(self, op, num_rows, layer=0):
         """One op of native/ops.h on the state as it is, for tests and benchmarks."""
-        with self._lock:
-            self._check_open()
+        _between("num_rows", num_rows, 1, 1, self.max_tokens)
+        _between("layer", layer, 0, 0, self.num_layers - 1)
+        with self._open():
             self._fields["num_tokens"][0] = num_rows
             self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
@@ -182,12 +196,12 @@ class Engine:
         if not array.flags.c_contiguous or array.nbytes == 0:
             raise ColibriError(f"array: shape={array.shape}, strides={array.strides}, expected C-contiguous and not empty; "
                                "use numpy.ascontiguousarray")
+        self._check_open()
         return self.memory.pin(array)
 
     def precapture(self):
         """Makes the graphs of decoding now rather than at the first steps that need them."""
-        with self._lock:
-            self._check_open()
+        with self._open():
             self.memory.precapture(self._address, self.num_layers)
 
     def close(self):
@@ -204,16 +218,51 @@ class Engine:
         self.close()
 
     def _check_open(self):
+        native.check_process()
         if self._model is None:
             raise ColibriError("engine: closed, expected open; load the model again")
 
+    @contextlib.contextmanager
+    def _open(self):
+        """Holds the engine, open, for one call."""
+        self._check_open()  # already here: in a forked process nobody may be left to release the lock
+        with self._lock:
+            self._check_open()
+            yield
+
+    def _buffer(self, name):
+        if name not in self._buffers:
+            raise ColibriError(f"buffer: {name}, expected one of {', '.join(self._buffers)}")
+        return self._buffers[name]
+
+    def _check_work(self, work):
+        """[(session, its tokens as an array)]"""
+        try:
+            work = [(session, tokens) for session, tokens in work]
+        except (TypeError, ValueError):
+            raise ColibriError("step: work of another form, expected [(session, tokens), ...]") from None
+        if not work:
+            raise ColibriError("step: 0 sessions, expected at least one [(session, tokens)]")
+        pending = [(session, self._check_tokens(session, tokens)) for session, tokens in work]
+        if len({session.slot for session, _ in work}) < len(work):
+            raise ColibriError("step: one session twice, expected each once")
+        return pending
+
     def _check_tokens(self, session, tokens):
+        if not isinstance(session, Session) or session.engine is not self:
+            raise ColibriError("session: not of this engine, expected one that its session() returned")
         if session.slot is None:
             raise ColibriError("session: closed, expected open; begin another with engine.session()")
+        _check_not_text(tokens)
         vocab_size = self.checkpoint.header["vocab_size"]
-        tokens = np.asarray(list(tokens) if isinstance(tokens, (bytes, bytearray)) else tokens)
-        if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype.kind not in "iu":
-            raise ColibriError(f"tokens: {tokens.dtype} of shape {tokens.shape}, expected at least one int in a row")
+        try:
+            tokens = np.asarray(list(tokens) if isinstance(tokens, (bytes, bytearray)) else tokens)
+        except (TypeError, ValueError):
+            raise ColibriError("tokens: of another form, expected ints in a row") from None
+        if tokens.size == 0:
+            raise ColibriError("tokens: none, expected at least one int; give the session something to continue")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ColibriError(f"tokens: {tokens.dtype} of shape {tokens.shape}, expected ints in a row")
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
             raise ColibriError(f"tokens: {wrong}, expected 0 to {vocab_size - 1}")
@@ -265,6 +314,9 @@ class Session:
 
     def __init__(self, engine, slot):
         self.engine, self.slot, self.length = engine, slot, 0
+        # Appending to a list needs no lock, which a thread that drops the session might be holding.
+        self._release = weakref.finalize(self, engine._free_slots.append, slot)
+        self._release.atexit = False
 
     def prefill(self, tokens):
         """Appends tokens (ints or bytes). Returns the logits after the last one, float32 (vocab_size,)."""
@@ -285,9 +337,13 @@ class Session:
         temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. The same seed draws the same tokens.
         """
         sampler = check_sampler(Sampler(temperature, top_k, top_p, seed))
-        tokens = list(prompt_tokens)
+        _check_not_text(prompt_tokens)
+        try:
+            tokens = list(prompt_tokens)
+        except TypeError:
+            raise ColibriError(f"tokens: {prompt_tokens}, expected ints or bytes") from None
         room = self.engine.room(self.length + len(tokens))
-        if not 1 <= max_new_tokens <= room:
+        if not isinstance(max_new_tokens, Integral) or not 1 <= max_new_tokens <= room:
             raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room}, which the context of "
                                f"{self.engine.context} leaves after {self.length + len(tokens)} tokens")
         return self._generate(tokens, max_new_tokens, sampler)
@@ -302,15 +358,19 @@ class Session:
     def close(self):
         """Gives the slot back."""
         with self.engine._lock:
-            if self.slot is not None:
-                self.engine._free_slots.append(self.slot)
-                self.slot = None
+            self._release()  # once, however often it is called
+            self.slot = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
         self.close()
+
+
+def _check_not_text(tokens):
+    if isinstance(tokens, str):
+        raise ColibriError("tokens: a str, expected ints or bytes; encode it: text.encode()")
 
 
 def load_library(checkpoint, backend, build_missing):
@@ -341,14 +401,47 @@ def open_library(checkpoint, arch, build_missing):
 
 def check_sampler(sampler, prefix=""):
     """The sampler, if its values make sense. prefix: "--" where they are options of the command line."""
-    for name, good, expected in (("temperature", 0 <= sampler.temperature < float("inf"), "0 (greedy) or more"),
-                                 ("top_k", sampler.top_k >= 0, "0 (all) or more"),
-                                 ("top_p", 0 < sampler.top_p <= 1, "more than 0 and at most 1"),
-                                 ("seed", 0 <= sampler.seed < 1 << 64, "0 to 2^64 - 1")):
+    if not isinstance(sampler, Sampler):
+        raise ColibriError(f"samplers: {sampler}, expected a Sampler for each session")
+    temperature, top_k, top_p, seed = sampler  # the upper limits are those of C's float and int32_t
+    for name, good, expected in (
+            ("temperature", isinstance(temperature, Real) and 0 <= temperature <= 1e30, "0 (greedy) to 1e30"),
+            ("top_k", isinstance(top_k, Integral) and 0 <= top_k < 1 << 31, "0 (all) to 2^31 - 1"),
+            ("top_p", isinstance(top_p, Real) and 0 < top_p <= 1, "more than 0 and at most 1"),
+            ("seed", isinstance(seed, Integral) and 0 <= seed < 1 << 64, "0 to 2^64 - 1")):
         if not good:
             label = prefix + (name.replace("_", "-") if prefix else name)
             raise ColibriError(f"{label}: {getattr(sampler, name)}, expected {expected}")
     return sampler
+
+
+def check_threads(threads):
+    """The number of threads, or the default for None."""
+    processors = usable_processors()
+    threads = _between("threads", threads, processors, 1, MAX_THREADS)
+    if threads > THREADS_PER_PROCESSOR * processors:
+        raise ColibriError(f"threads: {threads}, expected at most {THREADS_PER_PROCESSOR * processors}, "
+                           f"{THREADS_PER_PROCESSOR} for each processor that this process may use; lower it")
+    return threads
+
+
+def _check_samplers(samplers, count):
+    """An iterator over the samplers, or None for None."""
+    if samplers is None:
+        return None
+    samplers = [check_sampler(sampler) for sampler in samplers]
+    if len(samplers) != count:
+        raise ColibriError(f"samplers: {len(samplers)}, expected one for each of {count} sessions")
+    return iter(samplers)
+
+
+def _check_finite(what, rows, first):
+    """That rows, of which the first is number `first` of what is returned, hold neither NaN nor inf."""
+    finite = np.isfinite(rows)
+    if not finite.all():
+        row = first + int(np.argmin(finite.all(axis=1)))
+        raise ColibriError(f"{what}: row {row} holds NaN or inf, expected finite numbers; the weights or the input hold "
+                           "NaN, inf or numbers too large")
 
 
 def draw(seed, position):
@@ -374,6 +467,7 @@ def _between(name, value, default, low, high):
     """The value, or the default for None."""
     if value is None:
         return min(default, high)
-    if not low <= value <= high:
-        raise ColibriError(f"{name}: {value}, expected {low} to {high}")
+    if not isinstance(value, Integral) or not low <= value <= high:
+        raise ColibriError(f"{name}: {value}, expected an integer, {low} to {high}" if not isinstance(value, Integral) else
+                           f"{name}: {value}, expected {low} to {high}")
     return value

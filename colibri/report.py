@@ -3,9 +3,12 @@
 import math
 import os
 import statistics
+import textwrap
 import time
 
 PERCENTILES = (50, 90, 99)
+MIN_STEPS = 50  # of decoding, below which a rate is noise
+COLUMNS = 80
 
 
 def process_age():
@@ -41,8 +44,9 @@ class Meter:
         self._routed = engine.state("routed_tokens").copy()
 
     def restart(self):
-        """Forgets the warm-up."""
+        """Forgets the warm-up, which touched for the first time what later rounds use again."""
         self.ttft, self.itl = [], []
+        self.start_resident = 0
         self.prefilled = self.decoded = self._decode_reads = 0
         self._routed = self.engine.state("routed_tokens").copy()
 
@@ -52,7 +56,7 @@ class Meter:
         result = call(*arguments)
         self.ttft.append(time.perf_counter() - start)
         self.prefilled += num_tokens
-        self.cold_start.setdefault("first token", self.ttft[-1])
+        self.cold_start.setdefault("first_token", self.ttft[-1])
         self.start_resident = self.start_resident or resident_bytes()
         return result
 
@@ -73,11 +77,16 @@ class Meter:
         """Everything measured, in the units that the names say, for --json; the table prints these."""
         engine, resident = self.engine, resident_bytes()  # before the probe below adds its buffer
         routed = (engine.state("routed_tokens") - self._routed).ravel().tolist()
+        if engine.checkpoint.header["vocab_size"] == 0:
+            measured = "a step"
+        else:
+            measured = "a token" if self.itl else "to the first token"
         figures = {
             "backend": engine.path, "why_host": engine.why_host, "threads": engine.threads,
             "library": engine.library.file, "model": engine.checkpoint.path,
-            "cold_start_ms": {name: seconds * 1e3 for name, seconds in self.cold_start.items()},
+            "cold_start_ms": {name.replace(" ", "_"): seconds * 1e3 for name, seconds in self.cold_start.items()},
             "ttft_ms": _percentiles(self.ttft), "itl_ms": _percentiles(self.itl),
+            "p99_latency_ms": percentile(self.itl or self.ttft, 99) * 1e3, "p99_latency_is": measured,
             "prefill_tokens_per_s": self.prefilled / sum(self.ttft),
             "decode_tokens_per_s": self.decoded / sum(self.itl) if self.itl else None,
             "resident_mib": resident / 2**20, "resident_growth_mib": (resident - self.start_resident) / 2**20,
@@ -91,6 +100,8 @@ class Meter:
     def _bandwidth(self):
         dense, expert = weight_bytes(self.engine.checkpoint)
         touched = dense * len(self.itl) + expert * self._decode_reads
+        if len(self.itl) < MIN_STEPS:
+            return {"weight_bytes_per_token": touched / self.decoded}
         ceiling = self.engine.memory.read_bandwidth(self.engine.checkpoint, self.engine.threads)
         rate = touched / sum(self.itl)
         return {"weight_bytes_per_token": touched / self.decoded, "weight_gb_per_s": rate / 1e9,
@@ -118,31 +129,35 @@ def table(figures):
     decode, prefill = figures["decode_tokens_per_s"], figures["prefill_tokens_per_s"]
     note = f" ({figures['why_host']})" if figures["why_host"] else ""
     lines = [
-        ("backend", f"{figures['backend']}, {figures['threads']} threads{note}"),
+        ("backend", f"{figures['backend']}, {_count(figures['threads'], 'thread')}{note}"),
         ("library", figures["library"]),
         ("cold start", f"{sum(cold.values()):.1f} ms: "
-                       + ", ".join(f"{name} {value:.1f}" for name, value in cold.items())),
+                       + ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in cold.items())),
         ("TTFT", _times(figures["ttft_ms"])),
         ("ITL", _times(figures["itl_ms"])),
         ("tokens/s", f"{_number(decode)} decoded, {_number(prefill)} prefilled"),
         ("memory", f"{figures['resident_mib']:.1f} MiB resident"),
     ]
     if "weight_bytes_per_token" in figures:
-        share = f"{figures['fraction_of_read_bandwidth']:.2f} of the {figures['read_gb_per_s']:.1f} GB/s"
-        touched = f"{figures['weight_bytes_per_token'] / 2**20:.2f} MiB a token"
-        rate = f"{figures['weight_gb_per_s']:.1f} GB/s"
-        lines.append(("weights", f"{touched}, at {rate}: {share} that this machine reads"))
+        lines.append(("weights", f"{figures['weight_bytes_per_token'] / 2**20:.2f} MiB a token, {_rate(figures)}"))
     spread = ", ".join(f"{name} {_number(value)}" for name, value in routed.items())
     lines.append(("routing", f"tokens per expert: {spread}"))
-    latency, what = (figures["itl_ms"], "token") if figures["itl_ms"] else (figures["ttft_ms"], "first token")
     if "device" in figures:
         lines += _device_lines(figures["device"])
-    text = [f"{label:<12}{value}" for label, value in lines]
-    return "\n".join([*text, f"P99 latency: {latency['p99']:.3f} ms a {what}"])
+    text = [textwrap.fill(value, COLUMNS, initial_indent=f"{label:<12}", subsequent_indent=" " * 12,
+                          break_long_words=False, break_on_hyphens=False) for label, value in lines]
+    return "\n".join([*text, f"P99 latency: {figures['p99_latency_ms']:.3f} ms {figures['p99_latency_is']}"])
+
+
+def _rate(figures):
+    if "fraction_of_read_bandwidth" not in figures:
+        return f"no rate: {_count(figures['itl_ms']['count'], 'step')} decoded, fewer than {MIN_STEPS}"
+    return (f"{figures['weight_gb_per_s']:.1f} GB/s: {figures['fraction_of_read_bandwidth']:.2f} of this machine's "
+            f"{figures['read_gb_per_s']:.1f} GB/s")
 
 
 def _device_lines(device):
-    memory = ", ".join(f"{name} {size:.1f}" for name, size in device["memory_mib"].items())
+    memory = ", ".join(f"{name.replace('_', ' ')} {size:.1f}" for name, size in device["memory_mib"].items())
     graphs = ", ".join(f"{_number(count)} {name}" for name, count in device["graphs"].items())
     rate, ceiling = device["weights_gb_per_s"], device["pinned_gb_per_s"]
     return [
@@ -166,6 +181,11 @@ def _times(figures):
         return "none measured"
     values = ", ".join(f"{label} {figures[label.lower()]:.3f}" for label in ("P50", "P90", "P99", "max"))
     return f"{values} ms ({figures['count']} measured)"
+
+
+def _count(number, what):
+    """"1 thread", "2 threads"."""
+    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def _number(value):

@@ -1,32 +1,42 @@
 """The command line: python -m colibri.run --model model.bin ..."""
 
-import argparse
-import json
 import os
 import signal
-import stat
 import sys
+
+if __name__ == "__main__":  # Ctrl-C during the imports: command() takes over
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+
+import argparse
+import json
+import stat
 import tempfile
 
 import numpy as np
 
-from colibri import report
+from colibri import build, report
 from colibri.checkpoint import Checkpoint
 from colibri.engine import BACKENDS, DISPATCH, MAX_THREADS, Engine, Sampler, check_sampler
 from colibri.errors import ColibriError
 from colibri.text import Stream, codec
 
+USAGE = """python -m colibri.run --model FILE [options]
+       python -m colibri.run --doctor"""
+
 DESCRIPTION = """\
 Runs a model. Three kinds of run, each ending in a table of its figures:
-  --prompt TEXT             text: the continuation streams to stdout (--prompt-ids: as token numbers)
-  --input x.npy --output y.npy   a bare stack of MoE layers: hidden states in, hidden states out
-  neither                   latency: random tokens, prefilled, then decoded, timed"""
+  --prompt TEXT    text: the continuation streams to stdout (--prompt-ids: token
+                   numbers, in and out)
+  --input X.npy --output Y.npy
+                   a bare stack of MoE layers: hidden states in and out
+  neither          latency: random tokens, prefilled, then decoded, timed"""
 
 EXAMPLES = """\
 examples:
   python -m colibri.run --model moe-32.bin --prompt "It was the custom of "
-  python -m colibri.run --model moe-32.bin --prompt @chapter.txt --temperature 0.8 --top-p 0.9 --seed 7
-  python -m colibri.run --model moe-32.bin --batch-size 8 --seq-len 256 --repeat 100 --json
+  python -m colibri.run --model moe-32.bin --prompt @chapter.txt \\
+      --temperature 0.8 --top-p 0.9 --seed 7
+  python -m colibri.run --model moe-32.bin --batch-size 8 --seq-len 256 --json
   python -m colibri.run --model stack.bin --input x.npy --output y.npy"""
 
 TEXT_OPTIONS = ("temperature", "top_k", "top_p")
@@ -51,8 +61,8 @@ class Doctor(argparse.Action):
 
 
 def parse(arguments):
-    parser = Parser(prog="python -m colibri.run", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m colibri.run", usage=USAGE, description=DESCRIPTION, epilog=EXAMPLES,
+                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", metavar="FILE", required=True, help="the .bin that python -m converter wrote")
     add("--doctor", action=Doctor, nargs=0, help="what this machine has and lacks, then exit")
@@ -94,6 +104,7 @@ def parse(arguments):
     is_text = options.prompt is not None or options.prompt_ids is not None
     options.kind = "text" if is_text else "stack" if options.input or options.output else "latency"
     _check_kind(options)
+    _check_sampling(options)
     return options
 
 
@@ -104,12 +115,24 @@ def _check_kind(options):
         raise ColibriError(f"{missing}: missing, expected with the other; hidden states go from --input to --output")
     if options.prompt is not None and options.prompt_ids is not None:
         raise ColibriError("--prompt-ids: given, expected only without --prompt; leave one of them out")
+    if options.kind == "stack" and os.path.realpath(options.input) == os.path.realpath(options.output):
+        raise ColibriError(f"--output: {options.output}, expected another file than --input; choose another name")
     foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
                "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",)}
     for name in foreign[options.kind]:
         if getattr(options, name) is not None:
             place = {"text": "without --prompt", "latency": "with --prompt", "stack": "without --input"}[options.kind]
             raise ColibriError(f"--{name.replace('_', '-')}: given, expected only {place}; leave it out")
+
+
+def _check_sampling(options):
+    """Makes options.sampler. Greedy output that was asked for with --top-k or --top-p is a mistake."""
+    options.sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
+                                            1.0 if options.top_p is None else options.top_p, options.seed), "--")
+    for name in ("top_k", "top_p"):
+        if getattr(options, name) is not None and not options.temperature:
+            raise ColibriError(f"--{name.replace('_', '-')}: given, expected only with --temperature above 0, without "
+                               "which the likeliest token is taken; give --temperature 1, or leave it out")
 
 
 def _choice(option, values):
@@ -192,26 +215,26 @@ def read_prompt(option, prompt):
 
 def run_text(engine, options, meter, prepared):
     used, prompt = prepared
-    sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
-                                    1.0 if options.top_p is None else options.top_p, options.seed), "--")
+    sampler = options.sampler
+    if len(prompt) > engine.context:
+        raise ColibriError(f"--prompt: {used.count(prompt)}, expected at most {engine.context_rule(len(prompt))}")
     room = engine.room(len(prompt))
     count = options.max_new_tokens or min(NEW_TOKENS["text"], room)
     if count > room:
-        raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {len(prompt)} "
-                           f"{used.unit} in a context of {engine.context}; lower it")
+        raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {used.count(prompt)} "
+                           f"in a context of {engine.context}; lower it")
     stream = Stream(used)
     with engine.session() as session:
         tokens = meter.prefill(len(prompt), engine.step, [(session, prompt)], [sampler])
         while tokens[0] not in engine.checkpoint.eos:
             _show(stream.add(tokens[0]), options)
-            count -= 1
-            if count == 0:
+            if len(stream) == count:
                 break
             tokens = meter.decode(1, engine.step, [(session, tokens)], [sampler])
     _show(stream.rest(), options)
     if not options.json:
         print("\n")
-    return {"text": stream.text()}
+    return {"text": stream.text(), "prompt_tokens": len(prompt), "new_tokens": len(stream), **sampler._asdict()}
 
 
 def _show(piece, options):
@@ -224,11 +247,12 @@ def run_latency(engine, options, meter, _):
     header = engine.checkpoint.header
     batch_size, seq_len = options.batch_size or 1, options.seq_len or 128
     new_tokens = options.max_new_tokens or min(NEW_TOKENS["latency"], seq_len - 1)
-    for option, value, limit, macro in (("--batch-size", batch_size, engine.library.baked["max_batch"], "MAX_BATCH"),
-                                        ("--seq-len", seq_len, engine.context, "MAX_SEQ_LEN")):
-        if value > limit:
-            raise ColibriError(f"{option}: {value}, expected at most {limit}, which the library was built for; "
-                               f"lower it, or raise {macro} with DEFINES=-D{macro}={value} in the environment")
+    max_batch = engine.library.baked["max_batch"]
+    if batch_size > max_batch:
+        raise ColibriError(f"--batch-size: {batch_size}, expected at most {max_batch}, "
+                           f"{build.raise_limit('MAX_BATCH', batch_size)}")
+    if seq_len > engine.context:
+        raise ColibriError(f"--seq-len: {seq_len}, expected at most {engine.context_rule(seq_len)}")
     if new_tokens >= seq_len:
         raise ColibriError(f"--max-new-tokens: {new_tokens}, expected fewer than --seq-len {seq_len}, which counts "
                            "them; lower it")
@@ -240,7 +264,8 @@ def run_latency(engine, options, meter, _):
         if index == warmup:
             meter.restart()
         one_round(engine, meter, generator, batch_size, seq_len - new_tokens, new_tokens)
-    return {"batch_size": batch_size, "seq_len": seq_len, "new_tokens": new_tokens, "repeat": repeat}
+    return {"batch_size": batch_size, "seq_len": seq_len, "new_tokens": new_tokens, "warmup": warmup, "repeat": repeat,
+            "seed": options.seed}
 
 
 def _token_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
@@ -340,6 +365,7 @@ def command():
     """main() as a program: one line and status 2 for a mistake, 130 for Ctrl-C, quiet when the reader goes away."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
         sys.stdout.flush()
         return 0

@@ -5,10 +5,18 @@ import re
 from colibri.errors import ColibriError
 
 
-class Bytes:
+class Codec:
+    unit = "token"
+
+    def count(self, tokens):
+        """"1 byte", "17 tokens"."""
+        return f"{len(tokens)} {self.unit}" + ("s" if len(tokens) != 1 else "")
+
+
+class Bytes(Codec):
     """A vocabulary of the 256 bytes."""
 
-    unit = "bytes"
+    unit = "byte"
 
     def encode(self, text):
         return list(text)
@@ -17,10 +25,8 @@ class Bytes:
         return bytes(tokens)
 
 
-class Numbers:
+class Numbers(Codec):
     """Tokens as numbers, 17 4 256 or 17,4,256."""
-
-    unit = "tokens"
 
     def encode(self, text):
         words = re.split(r"[\s,]+", text.decode("utf-8", "replace").strip())
@@ -33,10 +39,8 @@ class Numbers:
         return " ".join(map(str, tokens)).encode()
 
 
-class Tokenizer:
+class Tokenizer(Codec):
     """A tokenizer.json, through the package tokenizers."""
-
-    unit = "tokens"
 
     def __init__(self, data, path):
         try:
@@ -82,11 +86,14 @@ class Stream:
     def __init__(self, used):
         self._codec, self._tokens, self._shown = used, [], b""
 
+    def __len__(self):
+        return len(self._tokens)
+
     def add(self, token):
         """What there is to show of the text now that it has this token, bytes."""
         self._tokens.append(token)
         text = self._codec.decode(self._tokens)
-        if not text.startswith(self._shown) or (text.endswith("\ufffd".encode()) and self._codec.unit != "bytes"):
+        if not text.startswith(self._shown) or (text.endswith("\ufffd".encode()) and self._codec.unit != "byte"):
             return b""
         piece, self._shown = text[len(self._shown):], text
         return piece

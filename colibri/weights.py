@@ -1,6 +1,7 @@
 """Checkpoint views -> host or device memory, and the pointer structs that C reads."""
 
 import ctypes
+import glob
 import math
 import mmap
 import time
@@ -9,7 +10,8 @@ import numpy as np
 
 from colibri.errors import ColibriError
 
-PROBE_BYTES = 256 << 20  # more than most caches hold
+PROBE_BYTES = 64 << 20, 512 << 20  # least and most: four times what the largest cache holds, between these
+PROBE_SECONDS = 0.2
 
 
 class HostMemory:
@@ -28,7 +30,7 @@ class HostMemory:
       read(address, shape, dtype)  -> array with what lies there, valid until the next step
       write(address, array) puts a C-contiguous array there
       pin(array)            makes copies from a caller's array as fast as they can be, until close(); returns it
-      precapture(model, num_layers)  does ahead what the first steps of decoding would have to
+      precapture(model, num_layers)  makes a GPU's graphs for decoding ahead; an error on the host
       close()               gives everything back; nothing is used afterwards
       read_bandwidth(checkpoint, threads)  -> bytes a second that this memory can be read with, measured now
       figures()             -> what a run's figures say about this memory, {} or {"device": {...}}
@@ -39,8 +41,7 @@ class HostMemory:
 
     def __init__(self, library, dispatch=None):
         if dispatch:
-            raise ColibriError(f"dispatch: {dispatch}, expected only with a GPU; leave it out, or see why there is none "
-                               "with python -m colibri.run --doctor")
+            _needs_gpu(f"--dispatch: {dispatch}")
         self._library = library
         self.code = library.headers.constants["COLIBRI_HOST"]
         self._blocks, self.seconds = [], {}
@@ -73,21 +74,21 @@ class HostMemory:
         return array
 
     def precapture(self, model, num_layers):
-        pass
+        _needs_gpu("--precapture: given")
 
     def close(self):
         self._blocks.clear()
 
     def read_bandwidth(self, checkpoint, threads):
-        """Best of three passes over the mapped model, or over a buffer of 256 MiB when the model is smaller."""
-        size = min(len(checkpoint.data), 1 << 30)
-        data = checkpoint.data[:size] if size >= PROBE_BYTES else np.ones(PROBE_BYTES, np.uint8)
+        """Best of five passes, or of those that fit the time, over the mapped model, or a buffer if that is smaller."""
+        size = min(max(4 * largest_cache_bytes(), PROBE_BYTES[0]), PROBE_BYTES[1])
+        data = checkpoint.data[:size] if len(checkpoint.data) >= size else np.ones(size, np.uint8)
         seconds = []
-        for _ in range(4):  # the first one faults the pages in
+        while len(seconds) < 6 and (len(seconds) < 2 or sum(seconds) < PROBE_SECONDS):
             start = time.perf_counter()
-            self._library.read_sum(data.ctypes.data, len(data), threads)
+            self._library.read_sum(data.ctypes.data, size, threads)
             seconds.append(time.perf_counter() - start)
-        return len(data) / min(seconds[1:])
+        return size / min(seconds[1:])  # the first one faults the pages in
 
     def figures(self):
         return {}
@@ -101,6 +102,20 @@ class HostMemory:
                                "use fewer sessions at once (num_slots, --batch-size)") from None
         self._blocks.append(np.frombuffer(block, np.uint8))
         return self._blocks[-1]
+
+
+def largest_cache_bytes():
+    """Of the first processor's caches; 0 where the kernel does not tell."""
+    sizes = [0]
+    for path in glob.glob("/sys/devices/system/cpu/cpu0/cache/index*/size"):
+        with open(path) as file:
+            sizes.append(int(file.read().strip().removesuffix("K")) << 10)
+    return max(sizes)
+
+
+def _needs_gpu(given):
+    raise ColibriError(f"{given}, expected only with a GPU; leave it out, or see why there is none with "
+                       "python -m colibri.run --doctor")
 
 
 def pointers(checkpoint, addresses, structs):

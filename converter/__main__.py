@@ -1,8 +1,13 @@
 """The converter's command line: python -m converter moe.pt moe.bin"""
 
-import argparse
+import os
 import signal
 import sys
+
+if __name__ == "__main__":  # Ctrl-C during the imports: main() takes over
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was written\n"), os._exit(130)))
+
+import argparse
 from collections import Counter, namedtuple
 from pathlib import Path
 
@@ -13,7 +18,7 @@ from colibri import headers
 from colibri.errors import ColibriError
 from converter import bin_writer, config, inputs, inspection, interleave, sources, v1
 
-DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into the .bin that Colibri runs."
+DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
 EXAMPLES = """\
 examples:
   python -m converter Qwen3-30B-A3B/ qwen3.bin
@@ -26,13 +31,16 @@ examples:
       a stack of MoE layers without a config file
   python -m converter moe.pt moe.bin --dry-run
       what would be written: bytes, memory, tensors
-  python -m converter moe.pt layer3.bin --format v1 --layer 3 --k 2 --activation gelu --renormalize
+  python -m converter moe.pt layer3.bin --format v1 --layer 3 \\
+      --k 2 --activation gelu --renormalize
       one layer in the version 1 format
-  python -m converter old-v1.bin new.bin --hidden 4096 --ffn 14336 --activation gelu --renormalize
+  python -m converter old-v1.bin new.bin --hidden 4096 --ffn 14336 \\
+      --activation gelu --renormalize
       a version 1 file made version 2
 
-Nothing in the checkpoint is executed, memory stays below 256 MiB plus the largest matrix, and the output appears
-complete or not at all. Exit status: 0 done, 2 an error (one line on stderr), 130 interrupted.
+Nothing in the checkpoint is executed, memory stays below 256 MiB plus the
+largest matrix, and the output appears complete or not at all. Exit status:
+0 done, 2 an error (one line on stderr), 130 interrupted.
 """
 
 INTERPRETER_BYTES = 24 << 20  # anonymous memory of Python with numpy
@@ -77,8 +85,10 @@ Plan = namedtuple("Plan", "input family fields bare where eos tokenizer renamed 
 def understand(options):
     """The Plan of a checkpoint, its tensors not yet sorted."""
     flags = {"k": options.k, "activation": options.activation, "renormalize": options.renormalize}
+    settings = config.load(options.config, options.checkpoint)
     if v1.is_v1(options.checkpoint):
-        tensors, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k)
+        others = config.missing_flags(settings, flags, ["activation", "renormalize"])
+        tensors, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k, others)
         found = inputs.Input(tensors, [], [])
     else:
         if options.hidden is not None or options.ffn is not None:
@@ -86,7 +96,6 @@ def understand(options):
         found = inputs.read(options.checkpoint)
     tensors = sources.stripped(found.tensors, options.checkpoint)
     renamed = len(tensors.keys() - found.tensors.keys())
-    settings = config.load(options.config, options.checkpoint)
     bare, unknown = "model_type" not in settings.values, []
     if bare:
         family, sizes = sources.bare_family(tensors, options.checkpoint)
@@ -135,7 +144,8 @@ def convert(options):
         sources.check_storages(bound.sources)
     left_out = plan.input.left_out + bound.ignored
     print(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
-          f"{fields['num_layers']} layers of {fields['num_experts']} experts, k={fields['k']}, {dtype}"
+          f"{_count(fields['num_layers'], 'layer')} of {_count(fields['num_experts'], 'expert')}, k={fields['k']}, "
+          f"{dtype}"
           + (f"; left out: {', '.join(left_out[:8])}{' ...' if len(left_out) > 8 else ''}" if left_out else ""))
 
 
@@ -150,7 +160,11 @@ def _check_options(options):
 
 def progress_bar(num_bytes, output):
     """On a terminal only, so that a log or a pipe gets errors alone."""
-    return tqdm(total=num_bytes, desc=str(output), unit="B", unit_scale=True, disable=None)
+    return tqdm(total=num_bytes, desc=str(output), unit="B", unit_scale=True, disable=None, leave=False)
+
+
+def _count(number, what):
+    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def _contents(name, experts, fields, dtype):
@@ -193,8 +207,9 @@ def _report(plan, header, directory, dtype, ignored):
 
 def main(arguments=None):
     """Runs the command line and gives the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
         convert(parser().parse_intermixed_args(arguments))  # an optional output after options
     except ColibriError as error:
         print(" ".join(str(error).splitlines()), file=sys.stderr)

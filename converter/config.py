@@ -262,7 +262,7 @@ def bare_fields(family, sizes, c, flags, unknown=None):
     """The header fields of bare MoE layers: `sizes` from their tensors (a config's go before), routing from the family,
     a config without model_type, or flags {field: value or None}; a choice that nothing tells is asked for, or put into
     the list `unknown` by its flag."""
-    fields = {**zeros(), **PLAIN, **sizes, **family.routing}
+    fields, missing = {**zeros(), **PLAIN, **sizes, **family.routing}, []
     for field, keys in SIZES.items():
         fields[field] = c.get(keys, default=fields[field])
     for field, (keys, kind, flag) in ASKED.items():
@@ -277,15 +277,22 @@ def bare_fields(family, sizes, c, flags, unknown=None):
             if not (value in (None, family.routing[field]) or _means_nothing(field, value, fields)):
                 raise ColibriError(f"{c.where or flag}: {field}={value}, expected {family.routing[field]}, as always in "
                                    f"{family.name}; drop it")
-        elif value is None and unknown is not None:
-            unknown.append(flag)
-            fields["k"] = fields["k"] or 1
         elif value is None:
-            raise ColibriError(f"{c.where or 'no config file'}: {keys.split('|')[0]} is not known, expected it from a "
-                               f"config or a flag; give {flag}")
+            missing.append(flag)
+            fields["k"] = fields["k"] or 1
         else:
             fields[field] = int(value)
+    if missing and unknown is None:
+        raise ColibriError(f"{c.where or 'no config file'}: how experts are used is not known, expected it from a config "
+                           f"or flags; give {', '.join(missing)}")
+    if unknown is not None:
+        unknown += missing
     return fields
+
+
+def missing_flags(c, flags, fields):
+    """The flags of those fields of ASKED that neither a config nor a flag tells."""
+    return [ASKED[field][2] for field in fields if flags.get(field) is None and c.get(*ASKED[field][:2]) is None]
 
 
 def _means_nothing(field, value, fields):

@@ -23,12 +23,16 @@ def is_v1(path):
     return os.path.isfile(path) and map_file(path)[:8] == HEADER.pack(bin_writer.MAGIC, 1, 0, 0)[:8]
 
 
-def read(path, hidden, ffn, k):
-    """({name: Tensor} in GPT-style names, k) of a version 1 file; hidden and ffn must give its size exactly."""
+def read(path, hidden, ffn, k, missing=()):
+    """({name: Tensor} in GPT-style names, k) of a version 1 file; hidden and ffn must give its size exactly.
+
+    missing: other flags that the conversion will ask for, to be asked for at once.
+    """
     data = map_file(path)
-    if hidden is None or ffn is None or hidden < 1 or ffn < 1:
-        raise ColibriError(f"{path}: a version 1 file does not tell its dimensions, expected both from flags; give "
-                           "--hidden and --ffn")
+    sizes = [flag for flag, size in (("--hidden", hidden), ("--ffn", ffn)) if size is None or size < 1]
+    if sizes:
+        raise ColibriError(f"{path}: a version 1 file does not tell its dimensions, nor how its experts are used, "
+                           f"expected flags; give {', '.join([*sizes, *missing])}")
     if len(data) < HEADER.size:
         raise ColibriError(f"{path}: truncated: {len(data)} bytes, expected a header of {HEADER.size}")
     _, _, experts, stored_k = HEADER.unpack_from(data)
@@ -56,7 +60,8 @@ def convert(family, fields, bound, options):
     if fields["gated"]:
         raise ColibriError(f"--format v1: {family.name} has gated experts, expected 2-matrix ones; write v2")
     if options.layer is None or not 0 <= options.layer < fields["num_layers"]:
-        raise ColibriError(f"--layer: {options.layer}, expected 0 to {fields['num_layers'] - 1} with --format v1")
+        given = "missing" if options.layer is None else options.layer
+        raise ColibriError(f"--layer: {given}, expected 0 to {fields['num_layers'] - 1} with --format v1")
     if options.dtype not in ("keep", "f16"):
         raise ColibriError(f"--dtype: {options.dtype}, expected f16 with --format v1, which has no other")
     experts, hidden, ffn = fields["num_experts"], fields["hidden"], fields["ffn"]
@@ -72,7 +77,8 @@ def convert(family, fields, bound, options):
                 bin_writer.write_all(file, piece)
         bin_writer.write_all(file, np.ascontiguousarray(interleave.converted(router[0], 0, experts, "f16").T))
         sources.check_storages({options.layer: [up, down, router]})
-    print(f"{options.output}: {num_bytes} bytes, version 1, layer {options.layer}, {experts} experts, k={fields['k']}")
+    print(f"{options.output}: {num_bytes} bytes, version 1, layer {options.layer}, "
+          f"{experts} expert{'s' if experts != 1 else ''}, k={fields['k']}")
 
 
 def _interleaved(matrices):

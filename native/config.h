@@ -117,9 +117,11 @@
 
 #define MAX_TOKENS (MAX_BATCH > MAX_SEQ_LEN ? MAX_BATCH : MAX_SEQ_LEN) /* of one forward call */
 
-#define STATIC_ASSERT_(condition, line) typedef char static_assert_##line[(condition) ? 1 : -1] __attribute__((unused))
-#define STATIC_ASSERT__(condition, line) STATIC_ASSERT_(condition, line)
-#define STATIC_ASSERT(condition) STATIC_ASSERT__(condition, __LINE__)
+#ifdef __cplusplus
+#define STATIC_ASSERT(condition) static_assert(condition, "native/config.h: expected " #condition "; correct DEFINES")
+#else
+#define STATIC_ASSERT(condition) _Static_assert(condition, "native/config.h: expected " #condition "; correct DEFINES")
+#endif
 
 STATIC_ASSERT(NUM_EXPERTS >= 1 && NUM_EXPERTS <= 256);
 STATIC_ASSERT(K >= 1 && K <= 16 && K <= NUM_EXPERTS);

@@ -178,9 +178,10 @@ def test_version_1_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("flags, cause", [
-    ([], "give --hidden and --ffn"),
+    ([], "give --hidden, --ffn, --activation, --renormalize or --no-renormalize\n"),
+    (["--hidden", 64, "--renormalize"], "give --ffn, --activation\n"),
     (["--hidden", 64, "--ffn", 95], "expected 782352 from num_experts=32, hidden=64, ffn=95"),
-    (["--hidden", 64, "--ffn", 96], "give --activation"),
+    (["--hidden", 64, "--ffn", 96], "give --activation, --renormalize or --no-renormalize\n"),
     (["--hidden", 64, "--ffn", 96, *STACK[2:], "--k", 3], "k=2, but --k says 3")])
 def test_version_1_inputs_that_cannot_be(capsys, tmp_path, flags, cause):
     assert converter.main([str(DATA / "gpt-moe-32.pt"), str(tmp_path / "v1.bin"), "--format", "v1", "--layer", "1",
@@ -190,7 +191,8 @@ def test_version_1_inputs_that_cannot_be(capsys, tmp_path, flags, cause):
 
 
 @pytest.mark.parametrize("arguments, cause", [
-    (["--format", "v1"], "--layer: None, expected 0 to 1"), (["--format", "v1", "--layer", "2"], "--layer: 2"),
+    (["--format", "v1"], "--layer: missing, expected 0 to 1 with --format v1"),
+    (["--format", "v1", "--layer", "2"], "--layer: 2"),
     (["--format", "v1", "--layer", "0", "--dtype", "bf16"], "--dtype: bf16, expected f16"),
     (["--format", "v3"], "invalid choice: 'v3' (choose from"), (["--layer", "0"], "--layer: 0, expected only with"),
     (["--dtype", "int4"], "invalid choice: 'int4'"), (["--hidden", "64"], "only for a version 1"),
@@ -201,6 +203,20 @@ def test_options_that_cannot_be(capsys, tmp_path, arguments, cause):
     stack = [] if arguments[0] in ("--k", "--activation") else STACK
     rest = {"--k": STACK[2:], "--activation": ["--k", "2", "--renormalize"]}.get(arguments[0], [])
     assert cause in refusal(capsys, DATA / "gpt-moe-32.pt", tmp_path / "a.bin", *stack, *rest, *arguments)
+
+
+def test_all_that_is_missing_is_asked_for_at_once(capsys, tmp_path):
+    def asked(*flags):
+        return refusal(capsys, DATA / "gpt-moe-32.pt", tmp_path / "a.bin", *flags).rpartition("; ")[2]
+    assert asked() == "give --k, --activation, --renormalize or --no-renormalize\n"
+    assert asked("--activation", "gelu") == "give --k, --renormalize or --no-renormalize\n"
+    assert asked("--k", 2, "--renormalize") == "give --activation\n"
+
+
+def test_one_layer_is_no_plural(capsys, tmp_path):
+    arrays = {name: array for name, array in gpt_arrays().items() if ".h.0." in name}
+    convert(write_pt(tmp_path / "a.pt", arrays), tmp_path / "a.bin", *STACK)
+    assert "1 layer of 3 experts, k=2" in capsys.readouterr().out
 
 
 def test_gated_experts_have_no_version_1(capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 import enum
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import types
 import numpy as np
 import pytest
 from conftest import DATA, ROOT, program
+from synthetic import write_model
 
-from colibri import device, engine
+from colibri import build, device, engine
+from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
 
@@ -184,9 +187,9 @@ def test_auto_runs_on_the_host_and_says_why(use, monkeypatch, moe_32):
 
 
 def test_dispatch_is_for_a_gpu(moe_32):
-    with pytest.raises(ColibriError, match="dispatch: combo, expected only with a GPU"):
+    with pytest.raises(ColibriError, match="--dispatch: combo, expected only with a GPU"):
         engine.Engine(moe_32, backend="host", dispatch="combo")
-    with pytest.raises(ColibriError, match="dispatch: combos, expected one of device, combo, dynamic"):
+    with pytest.raises(ColibriError, match="--dispatch: combos, expected one of device, combo, dynamic"):
         engine.Engine(moe_32, backend="host", dispatch="combos")
 
 
@@ -196,6 +199,20 @@ def test_doctor_needs_nothing(tmp_path):
     assert run.returncode == 0 and run.stderr == b""
     assert {"host", "host memory", "gcc and make", "GPU driver", "GPU", "GPU memory", "nvcc", "to build"} <= lines.keys()
     assert all(text.strip() for text in lines.values())
+
+
+def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
+    build.library_path(Checkpoint(moe_32))
+    shutil.copy(moe_32, tmp_path / "ready.bin")
+    write_model(tmp_path / "a-model-with-a-long-name.bin", ffn=1000 + os.getpid() % 1000)
+    (tmp_path / "broken.bin").write_bytes(b"COLI" + bytes([1, 0, 0, 0]) * 100)
+    lines = program("colibri.run", "--doctor", cwd=tmp_path).stdout.decode().splitlines()
+    assert max(map(len, lines)) <= 80 and lines[-1].startswith("to build")
+    text = "\n".join(lines)
+    assert re.search(r"^ready.bin +ok: its library is built for host$", text, re.MULTILINE)
+    assert re.search(r"^a-model-with-a-long-name.bin +no library yet: colibri.run builds it", text, re.MULTILINE)
+    assert re.search(r"^broken.bin +broken.bin: version=1", text, re.MULTILINE)
+    assert re.search(r"^libraries +(ok: no others in build/|\d+ more in build/)", text, re.MULTILINE)
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")

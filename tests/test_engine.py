@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 from synthetic import STACK, write_model
 
+from colibri.checkpoint import Checkpoint
 from colibri.engine import Engine, Sampler, draw, usable_processors
 from colibri.errors import ColibriError
 
@@ -93,9 +94,17 @@ def test_slots_run_out_and_come_back(moe_32):
             engine.session()
         first.close()
         first.close()  # closing twice frees the slot once
-        engine.session()
+        second = engine.session()
         with pytest.raises(ColibriError, match="num_slots: 2"):
             engine.session()
+        del second  # dropping it gives the slot back too
+        for _ in range(3):
+            assert engine.session().prefill(TEXT).shape == (256,)
+        first.close()  # still closed
+        kept = engine.session()
+        with pytest.raises(ColibriError, match="num_slots: 2"):
+            engine.session()
+        kept.close()
 
 
 def test_the_context_is_a_limit(engine):
@@ -110,13 +119,113 @@ def test_the_context_is_a_limit(engine):
 
 
 @pytest.mark.parametrize("tokens, message", [
-    ([], "expected at least one int"), ([256], "tokens: 256, expected 0 to 255"), ([-1], "tokens: -1"),
+    ([], "tokens: none, expected at least one int"), ("text", r"tokens: a str, expected ints or bytes; encode it"),
+    ([256], "tokens: 256, expected 0 to 255"), ([-1], "tokens: -1"),
     ([1.5], "float64"), ([[1]], r"shape \(1, 1\)")])
 def test_wrong_tokens(engine, tokens, message):
     with engine.session() as session:
         with pytest.raises(ColibriError, match=message):
             session.prefill(tokens)
         assert session.length == 0
+
+
+def test_a_step_of_nothing_and_text_to_continue(engine):
+    with pytest.raises(ColibriError, match="step: 0 sessions, expected at least one"):
+        engine.step([])
+    with engine.session() as session, pytest.raises(ColibriError, match="tokens: a str"):
+        session.generate("It was")
+
+
+@pytest.mark.parametrize("tokens", [[1, [2]], [[1], [2, 3]], None, 5, [2**70], [True]])
+def test_tokens_of_another_form(engine, tokens):
+    with engine.session() as session:
+        for call in (session.prefill, lambda tokens: list(session.generate(tokens))):
+            with pytest.raises(ColibriError, match="tokens: "):
+                call(tokens)
+        assert session.length == 0
+
+
+@pytest.mark.parametrize("work", [5, [5], [(1, [2])], [(None, [2])]])
+def test_work_of_another_form(engine, work):
+    with pytest.raises(ColibriError, match="step: work of another form|session: not of this engine"):
+        engine.step(work)
+
+
+def test_a_session_of_another_engine(moe_32):
+    with Engine(moe_32, backend="host") as one, Engine(moe_32, backend="host") as other:
+        session = one.session()
+        with pytest.raises(ColibriError, match="session: not of this engine, expected one that its session"):
+            other.step([(session, [1])])
+        assert session.length == 0
+
+
+@pytest.mark.parametrize("samplers, message", [
+    ([Sampler(float("nan"))], "temperature: nan"), ([Sampler(1.0, -5)], "top_k: -5"), ([Sampler(1e300)], r"temperature: 1e\+300"),
+    ([Sampler(1.0, 1 << 31)], "top_k: 2147483648"), ([Sampler(1.0, 2.5)], "top_k: 2.5"), ([Sampler("x")], "temperature: x"),
+    ([Sampler(1.0, 0, float("nan"))], "top_p: nan"), ([Sampler(seed=None)], "seed: None"), ([(1, 2)], "samplers: "),
+    ([], "samplers: 0, expected one for each of 1 sessions"), ([Sampler()] * 2, "samplers: 2, expected one")])
+def test_a_step_checks_its_samplers(engine, samplers, message):
+    with engine.session() as session:
+        with pytest.raises(ColibriError, match=message):
+            engine.step([(session, [1])], samplers)
+        assert session.length == 0
+
+
+def test_sizes_of_an_op_and_of_buffers(engine):
+    for rows, layer, message in ((0, 0, "num_rows: 0"), (513, 0, "num_rows: 513, expected 1 to 512"),
+                                 (1, 6, "layer: 6, expected 0 to 5"), (1, -1, "layer: -1")):
+        with pytest.raises(ColibriError, match=message):
+            engine.run_op("router", rows, layer)
+    with pytest.raises(ColibriError, match="rows: 513, expected 0 to 512"):
+        engine.state("logits", 513)
+    with pytest.raises(ColibriError, match=r"x: shape=\(513, 128\), expected at most \(512, 128\)"):
+        engine.write("x", np.zeros((513, 128), np.float32))
+    with pytest.raises(ColibriError, match="buffer: nothing, expected one of key_cache"):
+        engine.state("nothing")
+
+
+def test_a_forked_process_is_told(moe_32):
+    """Both an engine of its parent's and one of its own would wait for threads that a fork does not copy."""
+    script = ("import os, signal, sys\nfrom colibri.engine import Engine\nfrom colibri.errors import ColibriError\n"
+              "engine = Engine(sys.argv[1], backend='host', threads=2)\nsession = engine.session()\n"
+              "session.prefill(b'word' * 40)\n"
+              "if os.fork():\n    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+              "signal.alarm(10)\ncaught = 0\n"
+              "for use in (lambda: session.prefill(b'word' * 40), lambda: Engine(sys.argv[1], backend='host', threads=2)):\n"
+              "    try:\n        use()\n    except ColibriError as error:\n        caught += 'forked process' in str(error)\n"
+              "os._exit(40 + caught)\n")
+    forked = subprocess.run([sys.executable, "-c", script, str(moe_32)], cwd=ROOT, capture_output=True, check=False)
+    assert forked.returncode == 42, forked.stderr
+
+
+def damage(path, name, value):
+    """The model with all elements of a tensor replaced, F32 or F16."""
+    checkpoint = Checkpoint(path)
+    view = checkpoint.tensors[name]
+    with open(path, "r+b") as file:
+        file.seek(view.ctypes.data - checkpoint.data.ctypes.data)
+        file.write(np.full(view.size, value, view.dtype).tobytes())
+    return path
+
+
+@pytest.mark.parametrize("name, value", [("lm_head", np.nan), ("lm_head", np.inf), ("final_norm", np.nan)])
+def test_logits_that_are_not_finite(tmp_path, name, value):
+    with Engine(damage(write_model(tmp_path / "model.bin"), name, value), backend="host") as engine:
+        session = engine.session()
+        with pytest.raises(ColibriError, match="step: the logits: row 0 holds NaN or inf, expected finite numbers"):
+            session.prefill(b"hello")
+        assert session.length == 0
+
+
+def test_result_of_a_stack_that_is_not_finite(tmp_path):
+    path = damage(write_model(tmp_path / "stack.bin", STACK), "layers.1.experts_down", np.nan)
+    with Engine(path, backend="host") as engine, pytest.raises(ColibriError, match="stack: the result: row 0 holds NaN or inf"):
+        engine.stack(np.ones((3, 64), np.float32))
+
+
+def test_too_large_for_float32(tmp_path):
+    with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host") as engine, pytest.raises(ColibriError):
+        engine.stack(np.full((3, 64), 1e300))
 
 
 def test_closed_and_doubled_sessions(moe_32):
@@ -132,8 +241,10 @@ def test_closed_and_doubled_sessions(moe_32):
     engine.close()
     with pytest.raises(ColibriError, match="engine: closed"):
         another.decode(1)
-    with pytest.raises(ColibriError, match="engine: closed"):
-        engine.session()
+    for use in (engine.session, lambda: engine.state("x"), lambda: engine.write("x", np.zeros((1, 128), np.float32)),
+                lambda: engine.pin(np.zeros(3))):
+        with pytest.raises(ColibriError, match="engine: closed"):
+            use()
 
 
 def test_seeded_sampling(engine):
@@ -171,14 +282,16 @@ def test_draws_are_even():
 @pytest.mark.parametrize("options, message", [
     ({"temperature": -1}, "temperature: -1"), ({"temperature": float("nan")}, "temperature: nan"),
     ({"top_p": 0}, "top_p: 0"), ({"top_p": 1.5}, "top_p: 1.5"), ({"top_k": -1}, "top_k: -1"),
-    ({"seed": -1}, "seed: -1"), ({"max_new_tokens": 0}, "max_new_tokens: 0, expected 1 to")])
+    ({"seed": -1}, "seed: -1"), ({"max_new_tokens": 2.5}, "max_new_tokens: 2.5, expected 1 to"), ({"max_new_tokens": 0}, "max_new_tokens: 0, expected 1 to")])
 def test_wrong_sampling_options(engine, options, message):
     with engine.session() as session, pytest.raises(ColibriError, match=message):
         session.generate(TEXT, **options)
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"threads": 0}, "threads: 0, expected 1 to 256"), ({"num_slots": 0}, "num_slots: 0"),
+    ({"threads": 0}, "threads: 0, expected 1 to 256"), ({"threads": 2.5}, "threads: 2.5, expected an integer, 1 to 256"),
+    ({"threads": 4 * usable_processors() + 1}, f"expected at most {4 * usable_processors()}, 4 for each processor"),
+    ({"num_slots": "3"}, "num_slots: 3, expected an integer"), ({"num_slots": 0}, "num_slots: 0"),
     ({"num_layers": 7}, "num_layers: 7, expected 1 to 6"), ({"backend": "tpu"}, "backend: tpu, expected one of auto")])
 def test_wrong_engine_options(moe_32, options, message):
     with pytest.raises(ColibriError, match=message):

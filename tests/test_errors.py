@@ -26,6 +26,7 @@ def place(tmp_path, moe_32, monkeypatch):
     good = (tmp_path / "moe.bin").read_bytes()
     write_model("stack.bin", STACK)
     write_model("words.bin", vocab_size=500)
+    write_model("long.bin", max_positions=2048)
     write_model("nan.bin", STACK)
     write("empty.bin", b"")
     write("short.bin", good[:100])
@@ -80,7 +81,7 @@ foreign: --model foreign.bin --prompt hello
     foreign.bin: magic='\\x89PNG', expected 'COLI'; not a Colibri model, make one with python -m converter
 version 1: --model v1.bin --prompt hello
     v1.bin: version=1, expected 2; it has no dimensions in it, so upgrade it with python -m converter v1.bin new.bin
-    --hidden H --ffn F
+    --hidden H --ffn F --activation NAME --renormalize (or --no-renormalize)
 version 3: --model v3.bin --prompt hello
     v3.bin: version=3, this build reads 1 and 2; convert again with this converter
 out of bounds: --model outside.bin --prompt hello
@@ -96,16 +97,23 @@ other k: --model moe.bin --k 4 --prompt hello
 k too large: --model moe.bin --k 33 --prompt hello
     --k: 33, expected 2 as in moe.bin; the model decides, leave the option out
 sequence too long: --model moe.bin --seq-len 513
-    --seq-len: 513, expected at most 512, which the library was built for; lower it, or raise MAX_SEQ_LEN with
+    --seq-len: 513, expected at most 512, max_positions of moe.bin; use fewer
+sequence too long for the library: --model long.bin --seq-len 513
+    --seq-len: 513, expected at most 512, MAX_SEQ_LEN of the library; use fewer, or raise it with
     DEFINES=-DMAX_SEQ_LEN=513 in the environment
+sequence too long for both: --model long.bin --seq-len 5000
+    --seq-len: 5000, expected at most 512, MAX_SEQ_LEN of the library; use fewer, or raise it with
+    DEFINES=-DMAX_SEQ_LEN=2048 in the environment
 batch too large: --model moe.bin --batch-size 33
-    --batch-size: 33, expected at most 32, which the library was built for; lower it, or raise MAX_BATCH with
+    --batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or raise it with
     DEFINES=-DMAX_BATCH=33 in the environment
 more new than all: --model moe.bin --seq-len 8 --max-new-tokens 8
     --max-new-tokens: 8, expected fewer than --seq-len 8, which counts them; lower it
 long prompt: --model moe.bin --prompt @600.txt
-    tokens: 600 in one session, expected at most 512, the context; shorten the prompt or begin another
-    session
+    --prompt: 600 bytes, expected at most 512, max_positions of moe.bin; use fewer
+long prompt for the library: --model long.bin --prompt @600.txt
+    --prompt: 600 bytes, expected at most 512, MAX_SEQ_LEN of the library; use fewer, or raise it with
+    DEFINES=-DMAX_SEQ_LEN=600 in the environment
 too many new: --model moe.bin --prompt @500.txt --max-new-tokens 14
     --max-new-tokens: 14, expected at most 13 after a prompt of 500 bytes in a context of 512; lower it
 empty prompt: --model moe.bin --prompt ''
@@ -132,8 +140,20 @@ no thread: --model moe.bin --threads 0
     --threads: 0, expected 1 to 256
 temperature: --model moe.bin --prompt hello --temperature -1
     --temperature: -1.0, expected 0 (greedy) or more
-top-p: --model moe.bin --prompt hello --top-p 0
+top-p: --model moe.bin --prompt hello --temperature 1 --top-p 0
     --top-p: 0.0, expected more than 0 and at most 1
+top-k of greedy: --model moe.bin --prompt hello --top-k 5
+    --top-k: given, expected only with --temperature above 0, without which the likeliest token is taken; give
+    --temperature 1, or leave it out
+top-p of greedy: --model moe.bin --prompt hello --top-p 0.9 --temperature 0
+    --top-p: given, expected only with --temperature above 0, without which the likeliest token is taken; give
+    --temperature 1, or leave it out
+dispatch on the host: --model moe.bin --prompt hello --backend host --dispatch combo
+    --dispatch: combo, expected only with a GPU; leave it out, or see why there is none with python -m colibri.run
+    --doctor
+precapture on the host: --model moe.bin --prompt hello --backend host --precapture
+    --precapture: given, expected only with a GPU; leave it out, or see why there is none with python -m colibri.run
+    --doctor
 value missing: --model moe.bin --prompt
     --prompt: expected one argument; see python -m colibri.run --help
 no model: --prompt hello
@@ -144,6 +164,8 @@ sampling without prompt: --model moe.bin --top-k 3
     --top-k: given, expected only with --prompt; leave it out
 input alone: --model stack.bin --input x.npy
     --output: missing, expected with the other; hidden states go from --input to --output
+output over input: --model stack.bin --input x.npy --output ./x.npy
+    --output: ./x.npy, expected another file than --input; choose another name
 input for tokens: --model moe.bin --input x.npy --output y.npy
     moe.bin: vocab_size=256, expected 0 for --input, a bare stack of MoE layers; give this model a --prompt
 no input: --model stack.bin --input none.npy --output y.npy
@@ -220,11 +242,33 @@ def test_no_build(place):
 def test_library_of_another_model(place, moe_32):
     library = build.library_path(Checkpoint("stack.bin"))
     run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"COLIBRI_LIBRARY": library})
-    assert line_of(run) == f"{library}: num_experts=8, expected 32 from moe.bin; build its library with make"
+    assert line_of(run) == (f"{library}: num_experts=8, expected 32 from moe.bin; unset COLIBRI_LIBRARY, or "
+                            "build its library with make")
+    run = program("colibri.run", "--model", "moe.bin", "--batch-size", 33, cwd=place,
+                  environment={"COLIBRI_LIBRARY": build.library_path(Checkpoint("moe.bin"))})
+    assert line_of(run).endswith("; use fewer, or unset COLIBRI_LIBRARY and raise it with DEFINES=-DMAX_BATCH=33 in "
+                                 "the environment")
     run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"COLIBRI_LIBRARY": "none.so"})
     assert line_of(run) == "COLIBRI_LIBRARY=none.so: not found, expected a libcolibri.so; unset it to build one"
     run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"COLIBRI_LIBRARY": "x.npy"})
     assert line_of(run) == "x.npy: invalid ELF header, expected a libcolibri.so; build it with make"
+
+
+def test_wrong_defines(place):
+    """Before anything is built with them."""
+    for defines, line in (("-DK=4", "-DK=4, expected 2 as in moe.bin; the model decides, leave it out"),
+                          ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64")):
+        run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"DEFINES": defines})
+        assert line_of(run) == f"DEFINES: {line}" and b"building" not in run.stderr
+
+
+def test_a_limit_of_the_build_says_so():
+    for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
+                            (["ARCH=sm_70"], "ARCH=sm_70: expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
+                            (["ARCH="], "ARCH=: expected one of host "),
+                            (["DEFINES=MAX_BATCH=64"], "DEFINES=MAX_BATCH=64: expected -DNAME=VALUE")):
+        made = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert made.returncode == 2 and line in made.stderr
 
 
 def test_nan_in_the_weights(place):
