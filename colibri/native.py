@@ -12,6 +12,9 @@ SPIN_COUNT = "300"  # of libgomp: a thread that waits spins for some microsecond
 # makes a prefill wait a hundred times as long when another process has one of the cores.
 
 
+_process = None  # the id of the one that loaded a library first
+
+
 class Library:
     """A loaded libcolibri.so; its exported functions without their prefix are attributes: library.forward(...).
 
@@ -24,6 +27,8 @@ class Library:
     def __init__(self, path):
         self.file = os.fspath(path)
         path = os.path.abspath(path)  # a bare name would be looked for in the system's folders
+        check_process()
+        _check_whole(path, self.file)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when the library is loaded
         functions = headers.default().functions
         try:
@@ -47,3 +52,27 @@ class Library:
         if not good:
             raise ColibriError(self.error().decode())
         return result
+
+
+def check_process():
+    """That this process did not inherit the library from another: a fork copies no threads, and would wait for them."""
+    global _process
+    _process = _process or os.getpid()
+    if os.getpid() != _process:
+        raise ColibriError("engine: in a forked process, expected the one that loaded the library; start others with "
+                           "multiprocessing.get_context('spawn')")
+
+
+def _check_whole(path, name):
+    """That the file reaches as far as its ELF header says: touching the mapping of one cut short kills the process."""
+    try:
+        with open(path, "rb") as file:
+            start, size = file.read(64), os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ColibriError(f"{name}: {error.strerror}, expected a libcolibri.so; build it with make") from None
+    if start[:4] != b"\x7fELF" or start[4:5] != b"\2":
+        return  # the loader tells what it is
+    sections = int.from_bytes(start[40:48], "little")  # their table is the last thing in the file
+    end = sections + int.from_bytes(start[58:60], "little") * int.from_bytes(start[60:62], "little")
+    if size < max(end, 64):
+        raise ColibriError(f"{name}: size={size}, expected {max(end, 64)} bytes; the file is cut off, build it again with make")

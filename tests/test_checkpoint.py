@@ -122,6 +122,9 @@ def set_header(field, value):
     (set_header("num_kv_heads", 3), "num_kv_heads=3, expected a divisor of num_heads=4"),
     (set_header("vocab_size", 0), "vocab_size=0, expected 0 for a bare stack"),
     (set_header("norm_eps", float("nan")), "norm_eps=nan, expected a finite number"),
+    (set_header("norm_eps", 0), "norm_eps=0.0, expected more than 0"),
+    (set_header("rope_theta", 0), "rope_theta=0.0, expected more than 0"),
+    (set_tensor("reserved", 1), "reserved=1, expected 0"),
     (set_header("interleave_rows", 32), "interleave_rows=32, expected 64"),
     (set_header("directory_offset", 1 << 62), "directory=bytes"),
     (set_header("num_tensors", 0xFFFFFFFF), "directory=bytes"),
@@ -133,6 +136,20 @@ def test_wrong_values_under_a_right_checksum(model, change, message):
     edit(model, change)
     with pytest.raises(ColibriError, match=message):
         Checkpoint(model)
+
+
+@pytest.mark.parametrize("field", ["num_kv_heads", "head_dim"])
+def test_a_stack_has_no_heads_of_any_kind(tmp_path, field):
+    path = write_model(tmp_path / "stack.bin", STACK)
+    edit(path, set_header(field, 2))
+    with pytest.raises(ColibriError, match=f"{field}=2, expected 0 for num_heads=0"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize("path", [None, 3.5])
+def test_no_name(path):
+    with pytest.raises(ColibriError, match="expected the name of a file"):
+        Checkpoint(path)
 
 
 def test_hole(model):

@@ -22,7 +22,7 @@ BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head
 # A variant of the library is a compilation, so each covers several of the things to cover.
 VARIANTS = {
     "two-matrix f32 gelu": fields(num_experts=1, k=1, hidden=7, ffn=9, weight_dtype=F32, activation=GELU, gated=0),
-    "gated f16 silu": fields(num_experts=8, k=2, hidden=100, ffn=96, activation=SILU),
+    "gated f16 silu": fields(num_experts=8, k=2, hidden=300, ffn=200, activation=SILU),
     "two-matrix bf16 relu": fields(num_experts=5, k=5, hidden=65, ffn=100, weight_dtype=BF16, activation=RELU, gated=0),
     "smallest": fields(num_experts=2, k=1, hidden=1, ffn=1, activation=GELU),
     "60 experts": fields(num_experts=60, k=8, hidden=65, ffn=9, weight_dtype=F32, router_kind=TOPK_SOFTMAX,
@@ -247,6 +247,17 @@ def test_bad_router_logits_name_layer_and_token(bad):
     assert (host.batch["fault"], host.batch["fault_layer"], host.batch["fault_token"]) == (1, 0, 3)
     host.route(np.zeros((5, 32), np.float32))
     assert host.batch["fault"] == 0
+
+
+@pytest.mark.parametrize("name", ["softmax, bias", "sigmoid, groups"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_bad_router_bias_is_an_error(name, bad):
+    model, _ = router_model(name)
+    layer = {**model["layers"][0], "router_bias": np.zeros(model["num_experts"], np.float32)}
+    layer["router_bias"][3] = bad
+    host = HostModel({**model, "layers": [layer]})
+    with pytest.raises(ColibriError, match=r"^layers\.0\.router: logits of token 0 are NaN"):
+        host.route(np.zeros((5, model["num_experts"]), np.float32))
 
 
 def test_minus_infinity_is_allowed_while_k_are_finite():

@@ -264,6 +264,8 @@ __device__ bool route_token(const Routing &r, const MoeScratch *scratch, int tok
         is_bad |= !(logits[j] < INFINITE);
     }
     choice_scores(score, logits, r.bias);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) is_bad |= !(score[j] < INFINITE); /* a bias can be what is NaN or inf */
     if constexpr (NUM_GROUPS > 1) limit_groups(score);
     Key keys[PER_LANE];
 #pragma unroll

@@ -174,6 +174,8 @@ static void route_token(const void *job, long t) {
         return;
     }
     choice_scores(logits, route->bias, score);
+    for (int e = 0; e < NUM_EXPERTS; e++)
+        if (!(score[e] < INFINITY)) return; /* a bias can be what is NaN or inf */
     if (NUM_GROUPS > 1) limit_groups(logits, route->bias, score);
     for (int e = 0; e < NUM_EXPERTS; e++)
         if (score[e] > -INFINITY) keys[e] = key_of(score[e], e);
