@@ -1,12 +1,15 @@
 """A model's header fields from its config.json, or from flags for bare MoE layers; what cannot be honoured is refused."""
 
 import json
+import os
 from pathlib import Path
+
+import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.rope import rope, yarn_mscale
-from converter.values import Values
+from converter.rope import MAX_HEAD_DIM, rope, yarn_mscale
+from converter.values import Values, once
 
 ROUTER_SOFTMAX, ROUTER_TOPK_SOFTMAX, ROUTER_SIGMOID, ROUTER_SPARSEMIXER = range(4)
 ATTENTION_GQA, ATTENTION_LATENT, ATTENTION_MOA = range(3)
@@ -17,6 +20,8 @@ ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "relu": 2}
 MAX_LAYERS = 128  # bits of a layer mask
 LATENT_EPS = 1e-6  # the latent norms have an epsilon of their own, whatever the config says
 MAX_CONFIG_BYTES = 16 << 20
+HEADER = headers.default().structs["BinHeader"]
+FLOATS = [name for name in HEADER.names if HEADER[name] == np.float32]
 # Header fields that leave a model plain; what is not here is 0 in a bare stack.
 PLAIN = {"gated": 1, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "residual_multiplier": 1.0,
          "embedding_multiplier": 1.0, "logits_multiplier": 1.0, "rope_attention_factor": 1.0, "dense_layers": [],
@@ -28,7 +33,7 @@ PLAIN = {"gated": 1, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "
 
 def zeros():
     """Every field of the header that is a number, and `rope_interleaved`, of the checkpoint's rows, as 0."""
-    return {**dict.fromkeys(headers.default().structs["BinHeader"].names, 0), "rope_interleaved": 0}
+    return {**dict.fromkeys(HEADER.names, 0), "rope_interleaved": 0}
 
 
 def basics(c, **fields):
@@ -57,7 +62,7 @@ def basics(c, **fields):
 
 
 def activation(c):
-    name = c.get("hidden_act|activation_function|ffn_config.ffn_act_fn.name", str, "silu")
+    name = c.get("hidden_act|activation_function|ffn_config.ffn_act_fn.name|activation", str, "silu")
     if name not in ACTIVATIONS:
         raise c.bad("hidden_act", name, "one of " + ", ".join(ACTIVATIONS))
     return ACTIVATIONS[name]
@@ -139,7 +144,7 @@ def phimoe(c):
 
 
 def gpt_oss(c):
-    if not c.get("rope_scaling", dict) and not c.get("rope_parameters", dict):
+    if not c.get("rope_scaling|rope_parameters", dict):
         c = Values({**c.values, "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False,
                                                     "original_max_position_embeddings": 4096}}, c.where)
     alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(c.need("num_hidden_layers"))]
@@ -152,7 +157,7 @@ def gpt_oss(c):
 def deepseek(c, **fields):
     rotated, v_dim = c.need("qk_rope_head_dim"), c.need("v_head_dim")
     dim = c.need("qk_nope_head_dim") + rotated
-    scaling = Values(c.get("rope_scaling", dict) or c.get("rope_parameters", dict) or {}, c.where)
+    scaling = Values(c.get("rope_scaling|rope_parameters", dict, {}), c.where)
     scaled = scaling.get("rope_type|type", str, "default") != "default"
     mscale = scaling.get("mscale_all_dim", float, 0.0) if scaled else 0.0
     scale = dim ** -0.5 * (yarn_mscale(scaling.need("factor", float), mscale) ** 2 if mscale else 1)
@@ -236,14 +241,17 @@ def load(option, checkpoint):
 
 def read_json(path):
     """The JSON object in a small file."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe might never end
+        raise ColibriError(f"{path}: not a regular file, expected a JSON config; check --config")
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
-        values = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
+        values = json.loads(text, object_pairs_hook=once) if len(text) <= MAX_CONFIG_BYTES else None
     except OSError as error:
         raise ColibriError(f"{path}: {error.strerror}, expected a readable JSON config; check --config") from None
     except (ValueError, RecursionError) as error:
-        raise ColibriError(f"{path}: not JSON ({str(error)[:80]}), expected a config.json; check --config") from None
+        raise ColibriError(f"{path}: not JSON ({str(error)[:80]}), expected an object with each key once; "
+                           "check --config") from None
     if type(values) is not dict:
         raise ColibriError(f"{path}: expected a JSON object of at most {MAX_CONFIG_BYTES} bytes; check --config")
     return values
@@ -317,6 +325,19 @@ def check_flags(fields, c, flags):
                                "the config")
 
 
+def check_own_names(fields, c):
+    """A config with a model_type may repeat what it means in the names of bare MoE layers, and nothing else."""
+    for field in ("k", "hidden", "ffn", "num_layers", "renormalize"):
+        c.accept(field, [fields[field]])
+
+
+def _held(value):
+    """Whether float32 rounds a number to a finite one, and to 0 none but 0."""
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = np.float32(value)
+    return np.isfinite(rounded) and (rounded != 0 or value == 0)
+
+
 def check_limits(fields, where):
     """What native/config.h asserts of a model, in words."""
     heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
@@ -331,10 +352,14 @@ def check_limits(fields, where):
              ("num_layers", 1 <= fields["num_layers"] <= MAX_LAYERS, f"1 to {MAX_LAYERS}"),
              ("num_kv_heads", heads == 0 or (kv_heads >= 1 and heads % kv_heads == 0),
               f"a divisor of num_heads={heads}"),
-             ("head_dim", heads == 0 or (2 <= head_dim <= 512 and head_dim % 2 == 0), "an even number from 2 to 512"),
-             ("v_head_dim", heads == 0 or 1 <= fields["v_head_dim"] <= 512, "1 to 512"),
+             ("head_dim", heads == 0 or (2 <= head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0),
+              f"an even number from 2 to {MAX_HEAD_DIM}"),
+             ("v_head_dim", heads == 0 or 1 <= fields["v_head_dim"] <= MAX_HEAD_DIM, f"1 to {MAX_HEAD_DIM}"),
              ("rotary_dim", heads == 0 or fields["rotary_dim"] <= head_dim, f"at most head_dim={head_dim}"),
-             ("vocab_size", heads == 0 or fields["vocab_size"] >= 1, "at least 1")]
+             ("vocab_size", heads == 0 or fields["vocab_size"] >= 1, "at least 1"),
+             ("norm_eps", heads == 0 or fields["norm_eps"] > 0, "above 0"),
+             ("final_norm_eps", heads == 0 or fields["final_norm_eps"] > 0, "above 0"),
+             *((name, _held(fields[name]), "a number that float32 holds") for name in FLOATS)]
     for field, holds, rule in rules:
         if not holds:
             raise ColibriError(f"{where}: {field}={fields[field]}, expected {rule}; correct the config or the flag")

@@ -4,8 +4,10 @@ import math
 
 import numpy as np
 
+from colibri.errors import ColibriError
 from converter.values import Values
 
+MAX_HEAD_DIM = 512  # what the kernels hold
 # rope_type -> what it may bring along; another kind, or another field, is refused.
 KNOWN = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
          "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor")}
@@ -13,19 +15,20 @@ KNOWN = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_fa
 
 def rope(c, dim, theta, partial):
     """rotary_dim, rope_frequencies, rope_attention_factor. partial: its default; None where the family has none."""
-    given = c.get("rope_scaling", dict) or c.get("rope_parameters", dict) or {}
+    given = c.get("rope_scaling|rope_parameters", dict, {})
     p = Values({key: value for key, value in given.items() if value is not None}, f"{c.where}: rope_parameters")
     kind = p.get("rope_type|type", str, "default")
-    theta = p.get("rope_theta", float) or c.get("rope_theta", float) or theta
+    theta = in_either(c, p, "rope_theta", float, theta)
     if not theta > 1:
         raise c.bad("rope_theta", theta, "above 1")
     if partial is None:
         for values in (p, c):
             values.accept("partial_rotary_factor", [1])
     else:
-        dim = int(dim * p.get("partial_rotary_factor", float, c.get("partial_rotary_factor", float, partial)))
-    if dim < 2 or dim % 2:
-        raise c.bad("partial_rotary_factor", dim, "an even number of rotated dimensions")
+        dim = int(dim * in_either(c, p, "partial_rotary_factor", float, partial))
+    if not 2 <= dim <= MAX_HEAD_DIM or dim % 2:
+        raise ColibriError(f"{c.where}: {dim} rotated dimensions, expected an even number from 2 to {MAX_HEAD_DIM}; "
+                           "correct head_dim or partial_rotary_factor")
     if kind not in KNOWN:
         raise p.bad("rope_type", kind, "one of " + ", ".join(KNOWN))
     unknown = p.values.keys() - {*KNOWN[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor",
@@ -33,8 +36,7 @@ def rope(c, dim, theta, partial):
     if unknown:
         raise p.bad(min(unknown), p.values[min(unknown)], f"none with rope_type={kind}")
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
-    original = c.get("original_max_position_embeddings") or p.get("original_max_position_embeddings") or c.need(
-        "max_position_embeddings|max_seq_len")
+    original = in_either(c, p, "original_max_position_embeddings", int) or c.need("max_position_embeddings|max_seq_len")
     attention_factor = 1.0
     if kind != "default" and (p.need("factor", float) < 1 or original < 1):
         raise p.bad("factor", p.need("factor", float), "at least 1, with original_max_position_embeddings")
@@ -48,8 +50,18 @@ def rope(c, dim, theta, partial):
             "rope_attention_factor": attention_factor}
 
 
+def in_either(c, p, key, kind, default=None):
+    """A value that may stand in the config, in its rope_parameters, or alike in both."""
+    outer, inner = c.get(key, kind), p.get(key, kind)
+    if None not in (outer, inner) and outer != inner:
+        raise c.bad(key, outer, f"{inner} as in rope_parameters")
+    return next((value for value in (outer, inner) if value is not None), default)
+
+
 def llama3(frequencies, p, original):
     factor, low, high = (p.need(name, float) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise p.bad("high_freq_factor", high, f"above low_freq_factor={low}")
     turns = original * frequencies / (2 * math.pi)  # of each pair over the original length
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     return (1 - smooth) * frequencies / factor + smooth * frequencies

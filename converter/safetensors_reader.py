@@ -8,6 +8,7 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor, map_file
+from converter.values import once
 
 MAX_HEADER_BYTES = 100 << 20
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -22,9 +23,9 @@ def read_file(path):
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8) or data[8:9] != b"{":
         raise _bad(path, f"header_bytes={length}, expected a JSON header within the file's {len(data)} bytes")
     try:
-        header = json.loads(data[8:8 + length], object_pairs_hook=lambda pairs: _once(pairs, path))
+        header = json.loads(data[8:8 + length], object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise _bad(path, f"header: not JSON ({str(error)[:80]}), expected a JSON object") from None
+        raise _bad(path, f"header: not JSON ({str(error)[:80]}), expected an object with each name once") from None
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(header.items(), key=lambda item: _offsets(item[1])):
@@ -46,8 +47,10 @@ def read_file(path):
 
 def read_shards(index_path, read=read_file):
     """{name: Tensor} of a folder's *.index.json: every shard that it names, each holding exactly the names it lists."""
+    if not Path(index_path).is_file():
+        raise _bad(index_path, "no regular file, expected an index of shards")
     try:
-        weight_map = json.loads(Path(index_path).read_bytes())["weight_map"]
+        weight_map = json.loads(Path(index_path).read_bytes(), object_pairs_hook=once)["weight_map"]
         shards = {shard: Path(index_path).parent / shard for shard in dict.fromkeys(weight_map.values())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _bad(index_path, "not readable, expected JSON with weight_map: {tensor: file}") from None
@@ -68,14 +71,6 @@ def _offsets(entry):
     offsets = entry.get("data_offsets") if type(entry) is dict else None
     valid = type(offsets) is list and len(offsets) == 2 and all(type(offset) is int for offset in offsets)
     return tuple(offsets) if valid else (-1, -1)
-
-
-def _once(pairs, path):
-    """A JSON object whose keys are there once."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise _bad(path, "header: a name stands there twice, expected each tensor once")
-    return result
 
 
 def _strides(shape):

@@ -30,7 +30,12 @@ def header_fields(c):
     family = names.FAMILIES[name]
     for key, allowed in family.accepts.items():
         c.accept(key, allowed)
-    fields = family.fields(c)
+    try:
+        fields = family.fields(c)
+    except (ZeroDivisionError, OverflowError):
+        raise ColibriError(f"{c.where}: a size or factor that {name} divides by is 0, or one is too large, expected a "
+                           "model's; correct the config") from None
+    config.check_own_names(fields, c)
     fields["fp8_block"] = config.quantization(c)
     types = c.get("layer_types", list, [])
     if fields["window_layers"] != [i for i, kind in enumerate(types) if kind != "full_attention"] and types:

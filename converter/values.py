@@ -5,6 +5,15 @@ import json
 from colibri.errors import ColibriError
 
 
+def once(pairs):
+    """The object of a JSON text whose keys are there once: for json's object_pairs_hook."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ValueError(f"{twice!r} stands there twice")
+    return result
+
+
 class Values:
     """A config file's values, each asked for by name and kind."""
 
@@ -20,11 +29,10 @@ class Values:
         other = next((pair for pair in found if pair[1] != value), None)
         if other:
             raise self.bad(other[0], other[1], f"{value!r} as in {name}")
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind or (kind in (int, float) and not 0 <= value < 2 ** 32):
+        kinds = (int, float) if kind is float else (kind,)
+        if type(value) not in kinds or (kind in (int, float) and not 0 <= value < 2 ** 32):
             raise self.bad(name, value, f"{kind.__name__}, not negative" if kind in (int, float) else kind.__name__)
-        return value
+        return kind(value) if kind is float else value
 
     def need(self, names, kind=int):
         value = self.get(names, kind)

@@ -1,6 +1,7 @@
 """Whatever a user may point the converter at: folders, shards, DeepSpeed's and Megatron's files; and --inspect."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -44,6 +45,11 @@ def test_shards_of_pickles(tmp_path):
     (folder / "pytorch_model-2.bin").unlink()
     with pytest.raises(ColibriError, match="pytorch_model-2.bin: no such file beside it, expected every shard"):
         inputs.read(folder)
+
+
+def test_an_index_that_is_a_pipe(capsys, tmp_path):
+    os.mkfifo(tmp_path / "a.index.json")
+    assert "a.index.json: no regular file" in refusal(capsys, tmp_path / "a.index.json", tmp_path / "a.bin")
 
 
 def test_folders_that_are_none(capsys, tmp_path):

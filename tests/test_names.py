@@ -1,6 +1,7 @@
 """converter/sources.py and converter/config.py: every tensor used or named, every number known or asked for."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -127,6 +128,19 @@ def test_tensors_are_used_or_named(tmp_path, arrays, cause):
     ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"), ({"rope_theta": 0.5}, "rope_theta=0.5, expected above 1"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "factor is not there"),
     ({"rope_parameters": {"rope_type": "longrope"}}, 'rope_type="longrope", expected one of default, linear'),
+    ({"num_experts": 7}, "num_experts=7, expected 3 as in num_local_experts"), ({"k": 1}, "k=1, expected 2"),
+    ({"ffn": 12}, "ffn=12, expected 6"), ({"activation": "gelu"}, 'activation="gelu", expected \'silu\' as in hidden_act'),
+    ({"renormalize": False}, "renormalize=false, expected 1"),
+    ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta=10000.0, expected 500000.0 as in rope_parameters"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+     'rope_parameters={"rope_type": "default"}, expected'),
+    ({"rope_theta": 0}, "rope_theta=0.0, expected above 1"), ({"rope_theta": 1e-300}, "rope_theta=1e-300, expected"),
+    ({"rms_norm_eps": 1e-300}, "norm_eps=1e-300, expected a number that float32 holds"),
+    ({"rms_norm_eps": 0}, "norm_eps=0.0, expected above 0"), ({"rms_norm_eps": 10 ** 400}, "rms_norm_eps=1000"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
+     "high_freq_factor=4.0, expected above low_freq_factor=4.0"),
+    ({"head_dim": 1 << 31}, "2147483648 rotated dimensions, expected an even number from 2 to 512"),
+    ({"head_dim": None, "hidden_size": 3}, "that mixtral divides by is 0"),
     ({"model_type": "bert"}, "model_type=bert, expected one of mixtral, olmoe"),
 ])
 def test_configs_that_cannot_be_right(tmp_path, change, cause):
@@ -165,9 +179,13 @@ def test_config_files(tmp_path):
     (tmp_path / "model.json").write_text('{"k": 2}')
     assert config.load(None, checkpoint).get("k") == 2
     assert config.load(tmp_path / "config.json", checkpoint).get("k") == 1
-    for content in ("{", "[1]", "[" * 100_000, "\xff"):
+    for content in ("{", "[1]", "[" * 100_000, "\xff", '{"k": 1, "k": 2}', '{"k": 1, "rope_scaling": {"a": 1, "a": 1}}'):
         (tmp_path / "bad.json").write_bytes(content.encode("latin-1"))
         with pytest.raises(ColibriError, match=r"bad\.json"):
             config.load(tmp_path / "bad.json", checkpoint)
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in ("pipe.json", "", "/dev/zero"):
+        with pytest.raises(ColibriError, match="not a regular file"):
+            config.load(tmp_path / name, checkpoint)
     with pytest.raises(ColibriError, match="No such file"):
         config.load(tmp_path / "none.json", checkpoint)
