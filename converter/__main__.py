@@ -8,6 +8,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports: main() takes over
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was written\n"), os._exit(130)))
 
 import argparse
+import contextlib
 from collections import Counter, namedtuple
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from colibri import headers
 from colibri.errors import ColibriError
 from converter import bin_writer, config, inputs, inspection, interleave, sources, v1
+from converter.zip_reader import printable
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
 EXAMPLES = """\
@@ -79,7 +81,7 @@ def parser():
 
 
 # What a checkpoint is: everything that its conversion depends on.
-Plan = namedtuple("Plan", "input family fields bare where eos tokenizer renamed unknown")
+Plan = namedtuple("Plan", "input family fields bare where config eos tokenizer renamed unknown")
 
 
 def understand(options):
@@ -106,25 +108,25 @@ def understand(options):
     config.check_limits(fields, settings.where or options.checkpoint)
     eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
     fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))
-    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, eos, tokenizer, renamed,
-                unknown)
+    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, eos, tokenizer,
+                renamed, unknown)
 
 
 def convert(options):
     """Everything between the options and the file."""
     _check_options(options)
     if options.inspect:
-        return print(inspection.inspect(understand(options), options.json))
+        return say(inspection.inspect(understand(options), options.json))
     output = Path(options.output)
     if not options.dry_run:
         bin_writer.check_output(output, options.force)
-    if output.exists() and Path(options.checkpoint).exists() and output.samefile(options.checkpoint):
-        raise ColibriError(f"{output}: is the checkpoint itself; choose another output")
     plan = understand(options)
+    if output.is_file() and inputs.is_input(output, Path(options.checkpoint), plan.config):
+        raise ColibriError(f"{output}: is the checkpoint itself or a file of it; choose another output")
     fields, family = plan.fields, plan.family
     bound = sources.sources(family, plan.input.tensors, fields, plan.where, sources.MOE if plan.bare else None)
     for warning in plan.input.warnings:
-        print(warning, file=sys.stderr)
+        say(warning, sys.stderr)
     if options.format == "v1":
         return v1.convert(family, fields, bound, options)
     if options.layer is not None:
@@ -134,7 +136,7 @@ def convert(options):
     dtype = _dtype(options.dtype, bound.sources, kinds, options.checkpoint)
     header, directory = bin_writer.plan(fields, dtype, plan.tokenizer)
     if options.dry_run:
-        return print(_report(plan, header, directory, dtype, bound.ignored))
+        return say(_report(plan, header, directory, dtype, bound.ignored))
 
     def contents(name):
         return _contents(name, bound.sources[name], fields, dtype if kinds[name] == "weight_t" else "f32")
@@ -143,10 +145,15 @@ def convert(options):
         bin_writer.write(file, header, directory, contents, bar.update, plan.tokenizer)
         sources.check_storages(bound.sources)
     left_out = plan.input.left_out + bound.ignored
-    print(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
+    say(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
           f"{_count(fields['num_layers'], 'layer')} of {_count(fields['num_experts'], 'expert')}, k={fields['k']}, "
           f"{dtype}"
           + (f"; left out: {', '.join(left_out[:8])}{' ...' if len(left_out) > 8 else ''}" if left_out else ""))
+
+
+def say(text, file=None):
+    """Prints lines in which names from a checkpoint may stand, without their control characters."""
+    print("\n".join(map(printable, text.split("\n"))), file=file)
 
 
 def _check_options(options):
@@ -210,17 +217,29 @@ def main(arguments=None):
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
+        _open_streams()
         convert(parser().parse_intermixed_args(arguments))  # an optional output after options
+        sys.stdout.flush()
+        return 0
     except ColibriError as error:
-        print(" ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
-    except OSError as error:  # of a path that cannot even be looked at
-        print(f"{error.filename}: {error.strerror}, expected a usable path; check it", file=sys.stderr)
-        return 2
+        message, status = " ".join(str(error).splitlines()), 2
+    except OSError as error:  # of a path that cannot even be looked at, or without one
+        message, status = f"{error.filename}: {error.strerror}, expected a usable path; check it", 2
+        if error.filename is None:
+            message = f"stdout: {error.strerror}, expected to write the report there; free some space"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+        message, status = "interrupted; nothing was written", 130
+    with contextlib.suppress(OSError):
+        say(message, sys.stderr)
+    return status
+
+
+def _open_streams():
+    """Opens the standard streams that are closed, lest the output take their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 if __name__ == "__main__":

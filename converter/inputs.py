@@ -4,7 +4,7 @@ from collections import namedtuple
 from pathlib import Path
 
 from colibri.errors import ColibriError
-from converter import config, deepspeed, pt_reader, safetensors_reader
+from converter import bin_writer, config, deepspeed, pt_reader, safetensors_reader
 
 # tensors: {name: Tensor}. left_out: names that are no part of it. warnings: lines for the user.
 Input = namedtuple("Input", "tensors left_out warnings")
@@ -12,6 +12,7 @@ Input = namedtuple("Input", "tensors left_out warnings")
 WEIGHTS = (("model.safetensors.index.json", safetensors_reader.read_file),
            ("model.safetensors", safetensors_reader.read_file),
            ("pytorch_model.bin.index.json", pt_reader.read_checkpoint), ("pytorch_model.bin", pt_reader.read_checkpoint))
+TEXT_FILES = ("generation_config.json", "tokenizer.json")
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_EOS = 8
 
@@ -40,13 +41,26 @@ def _read_shards(index):
     return safetensors_reader.read_shards(index, reader)
 
 
+def is_input(output, checkpoint, config_path):
+    """Whether an existing output is what a conversion reads: the checkpoint, its config and what stands beside that, or
+    whatever is in the checkpoint's folder but a .bin that a conversion made."""
+    beside = [Path(config_path).with_name(name) for name in TEXT_FILES] if config_path else []
+    if any(file.exists() and output.samefile(file) for file in (checkpoint, Path(config_path or checkpoint), *beside)):
+        return True
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    if folder == checkpoint or checkpoint.name.endswith(".index.json"):
+        with open(output, "rb") as file:
+            return folder.resolve() in output.resolve().parents and file.read(4) != bin_writer.MAGIC
+    return False
+
+
 def text_files(config_path):
     """(end-of-sequence ids, tokenizer.json's bytes or b"") that stand beside a config.json."""
     if config_path is None or Path(config_path).name != "config.json":
         return [], b""
     folder = Path(config_path).parent
     values = {}
-    for name in ("config.json", "generation_config.json"):  # the second one's ids go before
+    for name in ("config.json", TEXT_FILES[0]):  # the second one's ids go before
         if (folder / name).is_file():
             found = config.read_json(folder / name).get("eos_token_id")
             values = {"where": folder / name, "ids": found} if found is not None else values
@@ -55,7 +69,7 @@ def text_files(config_path):
     if len(ids) > MAX_EOS or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
         raise ColibriError(f"{values['where']}: eos_token_id={str(ids)[:80]}, expected at most {MAX_EOS} token numbers; "
                            "correct it")
-    tokenizer = folder / "tokenizer.json"
+    tokenizer = folder / TEXT_FILES[1]
     if not tokenizer.is_file():
         return ids, b""
     if tokenizer.stat().st_size > MAX_TOKENIZER_BYTES:

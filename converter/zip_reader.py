@@ -120,4 +120,9 @@ def _local_header(data, path, record, offset):
 
 def shown(name):
     """A name from the file, safe to print on one line."""
-    return name[:200] if name[:200].isprintable() else name[:200].encode("unicode_escape").decode()
+    return printable(name[:200])
+
+
+def printable(line):
+    """A line without control characters, which a terminal would obey, and without surrogates."""
+    return line if line.isprintable() else line.encode("unicode_escape").decode()

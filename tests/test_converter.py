@@ -268,6 +268,48 @@ def test_existing_outputs_and_the_input_itself(capsys, tmp_path):
     assert output.read_bytes() != content
 
 
+def test_what_is_read_is_not_replaced(capsys, tmp_path):
+    """Config, tokenizer and shards stay; an older .bin in the checkpoint's folder may go."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_pt(folder / "pytorch_model.bin", mixtral_arrays())
+    for name in ("config.json", "tokenizer.json", "generation_config.json", "notes.txt"):
+        (folder / name).write_text(json.dumps(MIXTRAL_CONFIG))
+    for name in ("config.json", "pytorch_model.bin", "notes.txt"):
+        assert "or a file of it" in refusal(capsys, folder, folder / name, "--force")
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert "or a file of it" in refusal(capsys, folder / "pytorch_model.bin", folder / name, "--force")
+    for _ in range(2):
+        convert(folder, folder / "a.bin", "--force")
+    convert(folder / "pytorch_model.bin", folder / "notes.txt", "--force")
+
+
+def test_control_characters_of_a_checkpoint_are_not_printed(capsys, tmp_path):
+    write_pt(tmp_path / "a.pt", {**gpt_arrays(), "evil\x1b[2J\x07\nname": np.zeros((2, 3), "f4")})
+    assert "unknown tensor evil\\x1b[2J\\x07" in refusal(capsys, tmp_path / "a.pt", tmp_path / "a.bin", *STACK)
+    (tmp_path / "b.json").write_text(json.dumps({**MIXTRAL_CONFIG, "hidden_act": "\x1b[2J\n"}))
+    write_pt(tmp_path / "b.pt", mixtral_arrays())
+    assert "\\u001b[2J" in refusal(capsys, tmp_path / "b.pt", tmp_path / "b.bin")
+    converter.say("left out: a\x1b[2J\ud800b\n  c")
+    assert capsys.readouterr().out == "left out: a\\x1b[2J\\ud800b\n  c\n"
+
+
+@pytest.mark.parametrize("streams, status, line", [
+    (">&-", 0, ""), ("2>&-", 0, ""), ("<&- >&- 2>&-", 0, ""), ("--k 3 2>&-", 2, ""),
+    (">/dev/full", 2, "stdout: No space left on device, expected to write the report there; free some space\n"),
+    ("--dry-run >/dev/full", 2,
+     "stdout: No space left on device, expected to write the report there; free some space\n")])
+def test_streams_that_are_closed_or_full(tmp_path, streams, status, line):
+    arrays = gpt_arrays(experts=2)
+    write_pt(tmp_path / "a.pt", arrays)
+    choices = "--activation gelu --renormalize" + ("" if "--k" in streams else " --k 2")
+    run = subprocess.run(f"{sys.executable} -m converter {tmp_path}/a.pt {tmp_path}/a.bin {choices} {streams}", shell=True,
+                         capture_output=True, text=True, check=False, cwd=MODELS.parent)
+    assert (run.returncode, run.stderr) == (status, line)
+    if not status:
+        read_bin(tmp_path / "a.bin")
+
+
 def test_paths_that_cannot_be(capsys, tmp_path):
     source = DATA / "gpt-moe-32.pt"
     assert "none.pt: No such file" in refusal(capsys, tmp_path / "none.pt", tmp_path / "a.bin", *STACK)
