@@ -24,11 +24,12 @@ DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a C
 EXAMPLES = """\
 examples:
   python -m converter Qwen3-30B-A3B/ qwen3.bin
-      a Hugging Face folder: config.json, and safetensors or pytorch_model.bin, in shards or not
+      a Hugging Face folder: config.json, and safetensors or
+      pytorch_model.bin, in shards or not
   python -m converter mixtral.pt mixtral.bin
       with mixtral.json or config.json beside it
   python -m converter Qwen3-30B-A3B/ --inspect
-      what it is, how large it would become, whether it fits this machine, and what is missing
+      what it is, how large it becomes, whether it fits here, what is missing
   python -m converter moe.pt moe.bin --k 2 --activation gelu --renormalize
       a stack of MoE layers without a config file
   python -m converter moe.pt moe.bin --dry-run
