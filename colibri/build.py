@@ -20,6 +20,7 @@ from colibri.errors import ColibriError
 
 DERIVED = ("v_head_dim", "rotary_dim")
 ROOT = headers.NATIVE.parent
+DEFINE = re.compile(r"-D[A-Za-z_][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+")
 
 
 def library_path(checkpoint, arch="host", build=True):
@@ -48,7 +49,7 @@ def library_path(checkpoint, arch="host", build=True):
             if not _is_current(library):
                 _make(library, command, config)
     except OSError as error:
-        raise ColibriError(f"{error.filename}: {error.strerror}, expected to write a library there; "
+        raise ColibriError(f"{error.filename or library.parent}: {error.strerror}, expected to write a library there; "
                            "set COLIBRI_LIBRARY to a library built elsewhere") from None
     return str(library)
 
@@ -72,8 +73,9 @@ def check_defines(checkpoint):
     """That DEFINES holds options of a compiler, and none that contradicts the model."""
     for option in os.environ.get("DEFINES", "").split():
         name, _, value = option.removeprefix("-D").partition("=")
-        if not option.startswith("-"):
-            raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE; write DEFINES=-D{option}")
+        if not DEFINE.fullmatch(option):  # make would expand $(...) in it
+            fix = f"write DEFINES=-D{option}" if DEFINE.fullmatch(f"-D{option}") else "leave it out"
+            raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE; {fix}")
         field = name.lower()
         shape = field in headers.default().structs["Config"].names and field in checkpoint.header
         if shape and value != str(checkpoint.header[field]):
@@ -111,7 +113,7 @@ def _is_current(library):
                if entry.name.endswith((".c", ".h", ".cu", ".cuh"))]
     try:
         return max(entry.stat().st_mtime for entry in sources) <= library.stat().st_mtime
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -440,8 +440,8 @@ def _check_finite(what, rows, first):
     finite = np.isfinite(rows)
     if not finite.all():
         row = first + int(np.argmin(finite.all(axis=1)))
-        raise ColibriError(f"{what}: row {row} holds NaN or inf, expected finite numbers; the weights or the input hold "
-                           "NaN, inf or numbers too large")
+        raise ColibriError(f"{what}: row {row} holds NaN or inf, expected finite numbers; the weights or the input "
+                           "hold NaN, inf or numbers too large")
 
 
 def draw(seed, position):
@@ -467,7 +467,8 @@ def _between(name, value, default, low, high):
     """The value, or the default for None."""
     if value is None:
         return min(default, high)
-    if not isinstance(value, Integral) or not low <= value <= high:
-        raise ColibriError(f"{name}: {value}, expected an integer, {low} to {high}" if not isinstance(value, Integral) else
-                           f"{name}: {value}, expected {low} to {high}")
+    if not isinstance(value, Integral):
+        raise ColibriError(f"{name}: {value}, expected an integer, {low} to {high}")
+    if not low <= value <= high:
+        raise ColibriError(f"{name}: {value}, expected {low} to {high}")
     return value

@@ -75,4 +75,5 @@ def _check_whole(path, name):
     sections = int.from_bytes(start[40:48], "little")  # their table is the last thing in the file
     end = sections + int.from_bytes(start[58:60], "little") * int.from_bytes(start[60:62], "little")
     if size < max(end, 64):
-        raise ColibriError(f"{name}: size={size}, expected {max(end, 64)} bytes; the file is cut off, build it again with make")
+        raise ColibriError(f"{name}: size={size}, expected {max(end, 64)} bytes; the file is cut off, build it again "
+                           "with make")

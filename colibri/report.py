@@ -102,7 +102,10 @@ class Meter:
         touched = dense * len(self.itl) + expert * self._decode_reads
         if len(self.itl) < MIN_STEPS:
             return {"weight_bytes_per_token": touched / self.decoded}
-        ceiling = self.engine.memory.read_bandwidth(self.engine.checkpoint, self.engine.threads)
+        try:
+            ceiling = self.engine.memory.read_bandwidth(self.engine.checkpoint, self.engine.threads)
+        except MemoryError:  # its buffer is larger than a small model
+            return {"weight_bytes_per_token": touched / self.decoded}
         rate = touched / sum(self.itl)
         return {"weight_bytes_per_token": touched / self.decoded, "weight_gb_per_s": rate / 1e9,
                 "read_gb_per_s": ceiling / 1e9, "fraction_of_read_bandwidth": rate / ceiling}
@@ -150,6 +153,8 @@ def table(figures):
 
 
 def _rate(figures):
+    if "fraction_of_read_bandwidth" not in figures and figures["itl_ms"]["count"] >= MIN_STEPS:
+        return "no rate: too little memory to measure this machine's"
     if "fraction_of_read_bandwidth" not in figures:
         return f"no rate: {_count(figures['itl_ms']['count'], 'step')} decoded, fewer than {MIN_STEPS}"
     return (f"{figures['weight_gb_per_s']:.1f} GB/s: {figures['fraction_of_read_bandwidth']:.2f} of this machine's "

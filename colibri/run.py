@@ -9,14 +9,17 @@ if __name__ == "__main__":  # Ctrl-C during the imports: command() takes over
 
 import argparse
 import json
+import re
 import stat
 import tempfile
+import tokenize
+import warnings
 
 import numpy as np
 
 from colibri import build, report
 from colibri.checkpoint import Checkpoint
-from colibri.engine import BACKENDS, DISPATCH, MAX_THREADS, Engine, Sampler, check_sampler
+from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, MAX_THREADS, Engine, Sampler, check_sampler
 from colibri.errors import ColibriError
 from colibri.text import Stream, codec
 
@@ -42,6 +45,10 @@ examples:
 TEXT_OPTIONS = ("temperature", "top_k", "top_p")
 LATENCY_OPTIONS = ("batch_size", "seq_len", "warmup", "repeat")
 NEW_TOKENS = {"text": 200, "latency": 16}
+PROMPT_BYTES = 16 << 20  # that are read, so that an endless pipe does not take all memory; no context is as long
+NPY_ERRORS = (OSError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
+              TypeError, ValueError, tokenize.TokenError)  # of numpy.load, which evaluates a header's text
+DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,6 +56,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise ColibriError(message.replace("argument ", "", 1) + "; see python -m colibri.run --help")
+
+    def print_help(self, file=None):
+        print(self.format_help(), end="")  # argparse's own hides a full disk
 
 
 class Doctor(argparse.Action):
@@ -71,7 +81,8 @@ def parse(arguments):
     add("--dispatch", type=_choice("--dispatch", DISPATCH), metavar="|".join(DISPATCH),
         help="how a GPU's steps are launched: one graph a size (default), one a combination of experts, or no graphs")
     add("--precapture", action="store_true", help="make a GPU's graphs for decoding ahead, not when first needed")
-    add("--threads", type=_int("--threads", 1, MAX_THREADS), metavar="N", help="host threads (default: all processors)")
+    add("--threads", type=_int("--threads", 1, MAX_THREADS), metavar="N",
+        help="host threads (default: all processors; at most 4 for each of them)")
     add("--num-experts", type=_int("--num-experts", 1), metavar="N", help="check: the model must have so many experts")
     add("--k", type=_int("--k", 1), metavar="N", help="check: the model must use so many experts a token")
     add("--no-build", action="store_true", help="never run make: a library that is not there is an error")
@@ -88,7 +99,7 @@ def parse(arguments):
     text.add_argument("--top-p", type=_float("--top-p"), metavar="X",
                       help="draw from the likeliest that together reach X; 1: all")
     latency = parser.add_argument_group("latency run")
-    latency.add_argument("--batch-size", type=_int("--batch-size", 1), metavar="N",
+    latency.add_argument("--batch-size", type=_int("--batch-size", 1, MAX_SLOTS), metavar="N",
                          help="sequences at once (default 1)")
     latency.add_argument("--seq-len", type=_int("--seq-len", 2), metavar="N",
                          help="tokens of a sequence, of which the last --max-new-tokens are generated (default 128)")
@@ -102,7 +113,9 @@ def parse(arguments):
         valid = " ".join(name for action in parser._actions for name in action.option_strings)
         raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
     is_text = options.prompt is not None or options.prompt_ids is not None
-    options.kind = "text" if is_text else "stack" if options.input or options.output else "latency"
+    options.kind = "text" if is_text else "latency"
+    if not is_text and (options.input, options.output) != (None, None):
+        options.kind = "stack"
     _check_kind(options)
     _check_sampling(options)
     return options
@@ -146,10 +159,9 @@ def _choice(option, values):
 def _int(option, low, high=None):
     def check(text):
         limit = f"{low} to {high}" if high else f"{low} or more"
-        try:
-            value = int(text)
-        except ValueError:
-            raise ColibriError(f"{option}: {text}, expected an integer, {limit}") from None
+        if not re.fullmatch(r"[+-]?[0-9]{1,1000}", text):  # int() also takes blanks, underscores and other digits
+            raise ColibriError(f"{option}: {text[:80]}, expected an integer, {limit}")
+        value = int(text)
         if value < low or (high and value > high):
             raise ColibriError(f"{option}: {text}, expected {limit}")
         return value
@@ -158,10 +170,9 @@ def _int(option, low, high=None):
 
 def _float(option):
     def check(text):
-        try:
-            return float(text)
-        except ValueError:
-            raise ColibriError(f"{option}: {text}, expected a number") from None
+        if not DECIMAL.fullmatch(text):
+            raise ColibriError(f"{option}: {text}, expected a number")
+        return float(text)
     return check
 
 
@@ -193,24 +204,41 @@ def prepare(options, checkpoint):
         used = codec(checkpoint, is_numbers)
         option = "--prompt-ids" if is_numbers else "--prompt"
         return used, used.encode(read_prompt(option, options.prompt_ids if is_numbers else options.prompt))
-    return read_array(options.input, checkpoint) if options.kind == "stack" else None
+    if options.kind != "stack":
+        return None
+    if os.path.exists(options.output) and stat.S_ISFIFO(os.stat(options.output).st_mode):
+        raise ColibriError(f"--output: {options.output}, a pipe, expected a file; choose another name")
+    return read_array(options.input, checkpoint)
 
 
 def read_prompt(option, prompt):
     """The bytes that an option's TEXT, @FILE or - stands for."""
     try:
+        if prompt == "-" and sys.stdin is None:
+            raise ColibriError(f"{option}: -: stdin is closed, expected text there")
         if prompt == "-":
-            text = sys.stdin.buffer.read()
+            text = sys.stdin.buffer.read(PROMPT_BYTES + 1)
         elif prompt.startswith("@"):
+            _check_regular(prompt[1:], f"{option}: {prompt}", f"of text, or {option} - for what comes through a pipe")
             with open(prompt[1:], "rb") as file:
-                text = file.read()
+                text = file.read(PROMPT_BYTES + 1)
         else:
             text = os.fsencode(prompt)
     except OSError as error:
         raise ColibriError(f"{option}: {prompt}: {error.strerror}, expected a file of text") from None
+    if len(text) > PROMPT_BYTES:
+        raise ColibriError(f"{option}: more than {PROMPT_BYTES} bytes, expected what fits the context; use fewer")
     if not text:
         raise ColibriError(f"{option}: 0 bytes, expected at least 1; the model needs something to continue")
     return text
+
+
+def _check_regular(path, where, what):
+    """That a file is there and is no folder, pipe or device, which could keep a reader for ever."""
+    kind = os.stat(path).st_mode
+    if not stat.S_ISREG(kind):
+        got = "directory" if stat.S_ISDIR(kind) else "special file"
+        raise ColibriError(f"{where}: a {got}, expected a file {what}")
 
 
 def run_text(engine, options, meter, prepared):
@@ -306,8 +334,9 @@ def read_array(path, checkpoint):
         raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size}, expected 0 for --input, a bare stack of MoE "
                            "layers; give this model a --prompt")
     try:
-        x = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:  # numpy's own messages speak of pickles
+        _check_regular(path, path, "that numpy.save wrote")
+        x = _map_array(path)
+    except NPY_ERRORS as error:  # numpy's own messages speak of pickles
         reason = getattr(error, "strerror", None) or "not an array of numbers"
         raise ColibriError(f"{path}: {reason}, expected an .npy file of numbers; write it with numpy.save") from None
     if not isinstance(x, np.ndarray) or x.dtype not in (np.float32, np.float16):
@@ -319,8 +348,22 @@ def read_array(path, checkpoint):
     return x
 
 
+def _map_array(path):
+    """numpy.load of an .npy, and of nothing else that it reads."""
+    with open(path, "rb") as file:
+        if file.read(6) != b"\x93NUMPY":
+            raise ValueError
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
 def run_stack(engine, options, meter, x):
-    y = np.empty(x.shape, np.float32)
+    try:
+        y = np.empty(x.shape, np.float32)
+    except MemoryError:
+        raise ColibriError(f"{options.input}: shape={x.shape}, expected a result that fits the memory; "
+                           "split it") from None
     for start in range(0, len(x), engine.max_tokens):
         rows = x[start:start + engine.max_tokens]
         if not np.isfinite(rows).all():
@@ -361,18 +404,40 @@ def _umask():
     return mask
 
 
+def _terminate(*_):
+    raise KeyboardInterrupt("terminated")
+
+
+def _open_streams():
+    """Puts /dev/null where a standard stream is closed: a file opened later must not be taken for it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    sys.stderr = sys.stderr or os.fdopen(os.dup(descriptor), "w")
+    os.close(descriptor)
+    if sys.stdout is None:
+        raise ColibriError("stdout: closed, expected open for the results")
+
+
 def command():
-    """main() as a program: one line and status 2 for a mistake, 130 for Ctrl-C, quiet when the reader goes away."""
+    """main() as a program: one line and status 2 for a mistake, 130 for Ctrl-C, 143 for SIGTERM, quiet when the reader
+    goes away."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        main()
+        signal.signal(signal.SIGTERM, _terminate)
+        _open_streams()
+        try:
+            main()
+        except SystemExit:  # of --help and --doctor
+            pass
         sys.stdout.flush()
         return 0
     except ColibriError as error:
         message, status = str(error), 2
-    except KeyboardInterrupt:
-        message, status = "interrupted", 130
+    except KeyboardInterrupt as stop:
+        message, status = ("terminated", 143) if stop.args else ("interrupted", 130)
+    except MemoryError:
+        message, status = "memory: not enough for this run, expected more; use less input or fewer --threads", 2
     except OSError as error:
         message, status = f"stdout: {error.strerror}, expected to write the results there; free some space", 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again

@@ -1,5 +1,6 @@
 """From a model to its library: defines, key, make, cache, and the comparison with what was baked in."""
 
+import errno
 import hashlib
 import os
 import re
@@ -68,6 +69,23 @@ def test_built_once_and_said_once(tmp_path):
     assert sum(errors.count(b"building build/") for _, errors in results) == 1
     assert program("colibri.run", *command[3:]).stderr == b""
     shutil.rmtree(library)
+
+
+def test_a_file_where_the_libraries_go(moe_32, tmp_path, monkeypatch):
+    (tmp_path / "build").write_text("")
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    with pytest.raises(ColibriError, match=r"build/host-\w+: Not a directory, expected to write a library there"):
+        build.library_path(Checkpoint(moe_32))
+
+
+def test_a_full_disk_is_named(moe_32, tmp_path, monkeypatch):
+    """An error without a file's name, as writing raises it."""
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "_make", full)
+    with pytest.raises(ColibriError, match=r"build/host-\w+: No space left on device, expected to write a library"):
+        build.library_path(Checkpoint(moe_32))
 
 
 def key_of(path):

@@ -46,6 +46,11 @@ def place(tmp_path, moe_32, monkeypatch):
     np.save("objects.npy", np.array([{}]), allow_pickle=True)
     np.save("nan.npy", np.full((3, 64), [[0], [np.nan], [0]], np.float32))
     write("text.npy", b"not an array")
+    write("zip.npy", b"PK\3\4" + bytes(100))
+    for name, header in (("shape", "{'descr':'<f4','fortran_order':False,'shape':(99999999999999999999,64),}"),
+                         ("negative", "{'descr':'<f4','fortran_order':False,'shape':(-1,64),}"), ("header", "{")):
+        write(f"{name}.npy", b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header.encode() + bytes(768))
+    os.mkfifo("pipe")
     return tmp_path
 
 
@@ -139,7 +144,37 @@ not a number: --model moe.bin --threads two
 no thread: --model moe.bin --threads 0
     --threads: 0, expected 1 to 256
 temperature: --model moe.bin --prompt hello --temperature -1
-    --temperature: -1.0, expected 0 (greedy) or more
+    --temperature: -1.0, expected 0 (greedy) to 1e30
+not a plain number: --model moe.bin --prompt hello --temperature 1_0
+    --temperature: 1_0, expected a number
+huge temperature: --model moe.bin --prompt hello --temperature 1e300
+    --temperature: 1e+300, expected 0 (greedy) to 1e30
+huge top-k: --model moe.bin --prompt hello --temperature 1 --top-k 2147483648
+    --top-k: 2147483648, expected 0 (all) to 2^31 - 1
+underscore: --model moe.bin --batch-size 1_0
+    --batch-size: 1_0, expected an integer, 1 to 65536
+blank: --model moe.bin --seq-len '30 '
+    --seq-len: 30 , expected an integer, 2 or more
+huge batch: --model moe.bin --batch-size 99999999
+    --batch-size: 99999999, expected 1 to 65536
+prompt of a pipe: --model moe.bin --prompt @pipe
+    --prompt: @pipe: a special file, expected a file of text, or --prompt - for what comes through a pipe
+prompt without end: --model moe.bin --prompt @/dev/zero
+    --prompt: @/dev/zero: a special file, expected a file of text, or --prompt - for what comes through a pipe
+input of a pipe: --model stack.bin --input pipe --output y.npy
+    pipe: a special file, expected a file that numpy.save wrote
+output of a pipe: --model stack.bin --input x.npy --output pipe
+    --output: pipe, a pipe, expected a file; choose another name
+empty names: --model stack.bin --input '' --output ''
+    --input: missing, expected with the other; hidden states go from --input to --output
+zip as input: --model stack.bin --input zip.npy --output y.npy
+    zip.npy: not an array of numbers, expected an .npy file of numbers; write it with numpy.save
+huge shape: --model stack.bin --input shape.npy --output y.npy
+    shape.npy: not an array of numbers, expected an .npy file of numbers; write it with numpy.save
+negative shape: --model stack.bin --input negative.npy --output y.npy
+    negative.npy: not an array of numbers, expected an .npy file of numbers; write it with numpy.save
+broken header: --model stack.bin --input header.npy --output y.npy
+    header.npy: not an array of numbers, expected an .npy file of numbers; write it with numpy.save
 top-p: --model moe.bin --prompt hello --temperature 1 --top-p 0
     --top-p: 0.0, expected more than 0 and at most 1
 top-k of greedy: --model moe.bin --prompt hello --top-k 5
@@ -262,6 +297,13 @@ def test_wrong_defines(place):
         assert line_of(run) == f"DEFINES: {line}" and b"building" not in run.stderr
 
 
+@pytest.mark.parametrize("defines", ["$(shell touch hit)", "-DA=$(shell)", "-DA", "-DMAX_BATCH=1;2", "-O0"])
+def test_defines_of_another_form(place, defines):
+    run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"DEFINES": defines})
+    assert line_of(run) == f"DEFINES: {defines.split()[0]}, expected -DNAME=VALUE; leave it out"
+    assert not os.path.exists(ROOT / "hit")
+
+
 def test_a_limit_of_the_build_says_so():
     for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
                             (["ARCH=sm_70"], "ARCH=sm_70: expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
@@ -281,6 +323,31 @@ def test_nan_in_the_weights(place):
     line = line_of(program("colibri.run", "--model", "nan.bin", "--input", "x.npy", "--output", "y.npy", cwd=place))
     assert line == ("layers.1.router: logits of token 0 are NaN, +inf or fewer than k=2 finite, expected finite; the "
                     "weights or the input hold NaN or inf")
+
+
+def test_cut_library(place):
+    with open(build.library_path(Checkpoint("moe.bin")), "rb") as file:
+        data = file.read()
+    for size in (30, 8000, len(data) - 1):
+        write("cut.so", data[:size])
+        run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place,
+                      environment={"COLIBRI_LIBRARY": "cut.so"})
+        assert line_of(run) == (f"cut.so: size={size}, expected {64 if size < 64 else len(data)} bytes; the file is cut "
+                                "off, build it again with make")
+
+
+@pytest.mark.parametrize("options, redirection, message", [
+    ("--model moe.bin --prompt -", "<&-", "--prompt: -: stdin is closed, expected text there"),
+    ("--model moe.bin --prompt x", ">&-", "stdout: closed, expected open for the results"),
+    ("--model none.bin --prompt x", "2>&-", ""), ("--model none.bin --prompt x", ">&- 2>&-", ""),
+    ("--help", ">/dev/full", "stdout: No space left on device, expected to write the results there; free some space"),
+    ("--model moe.bin --prompt -", "</dev/zero",
+     "--prompt: more than 16777216 bytes, expected what fits the context; use fewer")])
+def test_closed_full_and_endless_streams(place, options, redirection, message):
+    command = f"{sys.executable} -m colibri.run {options} {redirection}"
+    run = subprocess.run(["bash", "-c", command], cwd=place, check=False, capture_output=True, text=True, timeout=60,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"{message}\n" if message else "")
 
 
 def test_full_stdout(place):

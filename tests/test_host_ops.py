@@ -1,7 +1,9 @@
 """Every op of the host backend against reference.py, through the library's own interface, at odd sizes."""
 
+import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import re
 import subprocess
@@ -58,6 +60,16 @@ def library(max_seq_len=512, extra="", **config):
     return Library(ROOT / "build" / f"host-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so")
 
 
+def before_a_guard_page(array):
+    """A copy that ends where an unreadable page begins: reading beyond it ends the process, as beyond a mapped file."""
+    num_bytes = -(-array.nbytes // 4096) * 4096
+    block = np.frombuffer(mmap.mmap(-1, num_bytes + 4096), np.uint8)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(block.ctypes.data + num_bytes), ctypes.c_size_t(4096), 0) == 0
+    copy = block[num_bytes - array.nbytes:num_bytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 class HostModel:
     """A reference model in the library's memory; `state` and `batch` are NumPy views of what C works on."""
 
@@ -66,7 +78,7 @@ class HostModel:
         config = {name: model[name] for name in BAKED} | bare
         self.library = library(max_seq_len=max_seq_len, **config)
         structs = self.library.headers.structs
-        tensors = reference.stored_tensors(model)
+        tensors = {name: before_a_guard_page(array) for name, array in reference.stored_tensors(model).items()}
         header = np.zeros(1, structs["BinHeader"])
         for name in header.dtype.names:
             if name in model:

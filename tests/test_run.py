@@ -166,6 +166,26 @@ def test_ctrl_c(moe_32):
     assert (process.returncode, output, errors) == (130, b"", b"interrupted\n")
 
 
+def test_sigterm_leaves_no_half_of_an_output(tmp_path):
+    """It comes while numpy.save writes."""
+    script = ("import os, signal, sys, time\nimport numpy as np\nfrom colibri import run\n"
+              "def main():\n    run.write_array('y.npy', np.zeros(3))\n"
+              "def save(file, array):\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(5)\n"
+              "run.main, np.save = main, save\nsys.exit(run.command())")
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, check=False,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (ended.returncode, ended.stderr, os.listdir(tmp_path)) == (143, b"terminated\n", [])
+
+
+def test_little_memory(moe_32):
+    """Too little for the buffer of the bandwidth's measurement: the run is whole, without that figure."""
+    script = ("import sys, numpy as np\nfrom colibri import run\n"
+              "def ones(*_):\n    raise MemoryError\nnp.ones = ones\nsys.exit(run.command())")
+    run = subprocess.run([sys.executable, "-c", script, "--model", str(moe_32), "--prompt", PROMPT], cwd=ROOT,
+                         capture_output=True, check=False)
+    assert run.returncode == 0 and b"MiB a token, no rate: too little memory to measure" in run.stdout
+
+
 @pytest.mark.parametrize("module, line", [("colibri.run", b"interrupted\n"),
                                           ("converter", b"interrupted; nothing was written\n")])
 def test_ctrl_c_while_starting(tmp_path, module, line):

@@ -11,6 +11,7 @@
 #include "ops.h"
 
 #define TOKEN_CHUNK 96 /* rows of one work item of a product: the sums of a panel and a chunk stay in the L1/L2 cache */
+#define PART_ROWS 16   /* rows of a router's panel in one work item: it has few rows, but several threads */
 #define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
 
 typedef float PanelSums[PANEL_ROWS];

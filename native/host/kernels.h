@@ -19,6 +19,7 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 
 INLINE vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
@@ -92,18 +93,11 @@ INLINE void tile_rows(const void *panel, int is_float, int columns, int num_rows
 #define TILES(vectors, count)                                                                  \
     for (int row = 0; row < num_rows; row += vectors * LANES)                                  \
         tile(panel, is_float, columns, row, vectors, count, in, first_column, sums, next);
+    const int is_part = num_rows <= PART_ROWS; /* perhaps a panel's last rows: wider tiles would read beyond it */
     switch (tokens) {
-        case 1:
-            if (num_rows <= 2 * LANES) {
-                TILES(2, 1)
-            } else if (num_rows <= 4 * LANES) {
-                TILES(4, 1)
-            } else {
-                TILES(8, 1)
-            }
-            break;
-        case 2: TILES(4, 2) break;
-        case 3: TILES(4, 3) break;
+        case 1: if (is_part) { TILES(2, 1) } else { TILES(8, 1) } break;
+        case 2: if (is_part) { TILES(2, 2) } else { TILES(4, 2) } break;
+        case 3: if (is_part) { TILES(2, 3) } else { TILES(4, 3) } break;
         case 4: TILES(2, 4) break;
         case 5: TILES(2, 5) break;
         case 6: TILES(2, 6) break;
@@ -253,7 +247,7 @@ INLINE vec load_head(const float *head, int i, int length) {
     const int left = length - i * LANES;
     if (left >= LANES) return load(head + i * LANES);
     float part[LANES] = {0};
-    memcpy(part, head + i * LANES, sizeof(float) * left);
+    for (int lane = 0; lane < left; lane++) part[lane] = head[i * LANES + lane];
     return load(part);
 }
 
@@ -317,13 +311,13 @@ static void attend(float *out, const float *q, const float *keys, const float *v
 }
 
 static uint32_t read_sum(const uint32_t *data, int64_t words) {
-    ivec sum[8] = {0};
+    uvec sum[8] = {0};
     int64_t i = 0;
     for (; i + 8 * LANES <= words; i += 8 * LANES)
-        for (int v = 0; v < 8; v++) sum[v] += (ivec)load((const float *)data + i + v * LANES);
+        for (int v = 0; v < 8; v++) sum[v] += (uvec)load((const float *)data + i + v * LANES);
     uint32_t total = 0;
     for (int v = 0; v < 8; v++)
-        for (int lane = 0; lane < LANES; lane++) total += (uint32_t)sum[v][lane];
+        for (int lane = 0; lane < LANES; lane++) total += sum[v][lane];
     for (; i < words; i++) total += data[i];
     return total;
 }

@@ -93,7 +93,7 @@ void host_product(const Model *m, const Product *p) {
 
 void host_dense(const Model *m, int num_rows, Product p) {
     const int32_t offsets[2] = {0, num_rows}, active[1] = {0};
-    p.item_rows = p.is_float ? 16 : PANEL_ROWS; /* a router has few rows, but several threads */
+    p.item_rows = p.is_float ? PART_ROWS : PANEL_ROWS;
     p.item_outputs = p.epilogue == ACTIVATE ? PANEL_ROWS / (1 + GATED) : p.item_rows;
     p.num_experts = p.num_active = p.input_divisor = 1;
     p.active = active;
