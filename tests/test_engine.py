@@ -226,6 +226,7 @@ def test_result_of_a_stack_that_is_not_finite(tmp_path):
         engine.stack(np.ones((3, 64), np.float32))
 
 
+@pytest.mark.filterwarnings("error")
 def test_too_large_for_float32(tmp_path):
     with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host") as engine, pytest.raises(ColibriError):
         engine.stack(np.full((3, 64), 1e300))
