@@ -135,7 +135,10 @@ class Engine:
         if vocab_size:
             raise ColibriError(f"{self.checkpoint.path}: vocab_size={vocab_size}, expected 0, a bare stack of MoE "
                                "layers; run this model on tokens, with Engine.session or --prompt")
-        x = np.asarray(x)
+        try:
+            x = np.asarray(x)
+        except (TypeError, ValueError):
+            raise ColibriError(f"x: of another form, expected floats of shape (num_tokens, {hidden})") from None
         if x.ndim != 2 or x.shape[1] != hidden or x.dtype.kind != "f":
             raise ColibriError(f"x: {x.dtype} of shape {x.shape}, expected floats of shape (num_tokens, {hidden})")
         y = np.empty(x.shape, np.float32)

@@ -221,11 +221,12 @@ def test_logits_that_are_not_finite(tmp_path, name, value):
 
 def test_result_of_a_stack_that_is_not_finite(tmp_path):
     path = damage(write_model(tmp_path / "stack.bin", STACK), "layers.1.experts_down", np.nan)
-    with Engine(path, backend="host") as engine:
-        with pytest.raises(ColibriError, match="stack: the result: row 0 holds NaN or inf"):
-            engine.stack(np.ones((3, 64), np.float32))
+    message = "stack: the result: row 0 holds NaN or inf"
+    with Engine(path, backend="host") as engine, pytest.raises(ColibriError, match=message):
+        engine.stack(np.ones((3, 64), np.float32))
 
 
+@pytest.mark.filterwarnings("error")
 def test_too_large_for_float32(tmp_path):
     with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host") as engine, pytest.raises(ColibriError):
         engine.stack(np.full((3, 64), 1e300))
@@ -332,6 +333,8 @@ def test_stack_takes_any_number_of_rows(tmp_path):
         np.testing.assert_array_equal(engine.stack(np.asfortranarray(x)), y)
         with pytest.raises(ColibriError, match=r"x: float32 of shape \(1100, 63\), expected"):
             engine.stack(x[:, :63])
+        with pytest.raises(ColibriError, match=r"x: of another form, expected floats of shape \(num_tokens, 64\)"):
+            engine.stack([[1.0], [1.0, 2.0]])
         with pytest.raises(ColibriError, match="vocab_size=0, expected tokens"):
             engine.session()
 
