@@ -28,12 +28,12 @@ def read(path):
 def refusal(path):
     """The one clear error of a file, with bounds on time and memory."""
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ColibriError) as caught:
         read(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert time.perf_counter() - started < 20 and peak < 256 << 20
+    assert time.process_time() - started < 20 and peak < 256 << 20
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     return str(caught.value)
 
