@@ -109,8 +109,8 @@ def understand(options):
     config.check_limits(fields, settings.where or options.checkpoint)
     eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
     fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))
-    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, eos, tokenizer,
-                renamed, unknown)
+    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, eos,
+                tokenizer, renamed, unknown)
 
 
 def convert(options):

@@ -1,4 +1,4 @@
-"""A model's header fields from its config.json, or from flags for bare MoE layers; what cannot be honoured is refused."""
+"""A model's header fields from its config.json, or from flags for bare MoE layers; what Colibri lacks is refused."""
 
 import json
 import os
@@ -230,8 +230,8 @@ def jetmoe(c):
 
 
 def load(option, checkpoint):
-    """A checkpoint's config as Values: --config FILE, else config.json in the folder or NAME.json, then config.json beside
-    the file, else an empty one."""
+    """A checkpoint's config as Values: --config FILE, else config.json in the folder or NAME.json, then config.json
+    beside the file, else an empty one."""
     checkpoint = Path(checkpoint)
     beside = [checkpoint / "config.json"] if checkpoint.is_dir() else [checkpoint.with_suffix(".json"),
                                                                        checkpoint.parent / "config.json"]
@@ -276,23 +276,23 @@ def bare_fields(family, sizes, c, flags, unknown=None):
     for field, (keys, kind, flag) in ASKED.items():
         given, known = flags.get(field), c.get(keys, kind)
         if given is not None and known is not None and given != known:
-            raise ColibriError(f"{flag}: {given}, but {c.where} says {json.dumps(known)[:80]}; drop the flag or correct "
-                               "the config")
+            raise ColibriError(f"{flag}: {given}, but {c.where} says {json.dumps(known)[:80]}; drop the flag or "
+                               "correct the config")
         value = known if given is None else given
         if field == "activation" and value is not None:
             value = _activation_code(value, flag if given is not None else c.where)
         if field in family.routing:
             if not (value in (None, family.routing[field]) or _means_nothing(field, value, fields)):
-                raise ColibriError(f"{c.where or flag}: {field}={value}, expected {family.routing[field]}, as always in "
-                                   f"{family.name}; drop it")
+                raise ColibriError(f"{c.where or flag}: {field}={value}, expected {family.routing[field]}, as always "
+                                   f"in {family.name}; drop it")
         elif value is None:
             missing.append(flag)
             fields["k"] = fields["k"] or 1
         else:
             fields[field] = int(value)
     if missing and unknown is None:
-        raise ColibriError(f"{c.where or 'no config file'}: how experts are used is not known, expected it from a config "
-                           f"or flags; give {', '.join(missing)}")
+        raise ColibriError(f"{c.where or 'no config file'}: how experts are used is not known, expected it from a "
+                           f"config or flags; give {', '.join(missing)}")
     if unknown is not None:
         unknown += missing
     return fields
@@ -304,7 +304,7 @@ def missing_flags(c, flags, fields):
 
 
 def _means_nothing(field, value, fields):
-    """Whether a choice is no other than the family's: a softmax over the chosen adds up to 1, a clamped SwiGLU is one."""
+    """Whether a choice is the family's own: a softmax over the chosen adds up to 1, a clamped SwiGLU is a SwiGLU."""
     return (field == "renormalize" and value and fields["router_kind"] == ROUTER_TOPK_SOFTMAX
             or field == "activation" and value == SILU and fields["activation"] == ACTIVATION_CLAMPED)
 
@@ -321,8 +321,8 @@ def check_flags(fields, c, flags):
         given = flags.get(field)
         value = _activation_code(given, flag) if field == "activation" and given is not None else given
         if value is not None and int(value) != fields[field]:
-            raise ColibriError(f"{flag}: {given}, but {c.where} makes {field} {fields[field]}; drop the flag or correct "
-                               "the config")
+            raise ColibriError(f"{flag}: {given}, but {c.where} makes {field} {fields[field]}; drop the flag or "
+                               "correct the config")
 
 
 def check_own_names(fields, c):

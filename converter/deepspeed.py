@@ -46,8 +46,9 @@ def read(folder):
         num_experts = main[name].shape[0] if main[name].shape else 0
         for expert in range(num_experts):
             if (moe, expert) not in grid:
-                raise ColibriError(f"{folder}: missing expert {expert} of MoE layer {moe}: no layer_{moe}_expert_{expert}"
-                                   f"_mp_rank_00_model_states.pt, expected {num_experts} from {name}; copy it there")
+                raise ColibriError(f"{folder}: missing expert {expert} of MoE layer {moe}: no layer_{moe}_"
+                                   f"expert_{expert}_mp_rank_00_model_states.pt, expected {num_experts} from {name}; "
+                                   "copy it there")
             _read_expert(grid.pop((moe, expert)), name.split(".deepspeed_moe.")[0], moe, expert, tensors, warnings)
     if grid:
         raise ColibriError(f"{next(iter(grid.values()))}: extra expert, expected those of {len(blocks)} MoE layers as "
@@ -61,7 +62,8 @@ def _step(folder):
         return folder
     name = (folder / "latest").read_text("utf-8", "replace").strip()
     if Path(name).name != name or not (folder / name).is_dir():
-        raise ColibriError(f"{folder / 'latest'}: {name[:80]!r}, expected the name of a folder beside it; copy it there")
+        raise ColibriError(f"{folder / 'latest'}: {name[:80]!r}, expected the name of a folder beside it; copy "
+                           "it there")
     return folder / name
 
 
@@ -70,8 +72,8 @@ def _read_expert(path, block, moe, expert, tensors, warnings):
     for name, tensor in pt_reader.read_checkpoint(path).items():
         match = LEAF.fullmatch(name)
         if not match or match[1] != block:
-            raise ColibriError(f"{path}: unknown tensor {name[:100]}, expected {block}.deepspeed_moe.experts. alone; the "
-                               "file belongs to another layer")
+            raise ColibriError(f"{path}: unknown tensor {name[:100]}, expected {block}.deepspeed_moe.experts. alone; "
+                               "the file belongs to another layer")
         target = f"layers.{moe}.experts.{expert}.{match[2]}"
         if target in tensors:
             raise ColibriError(f"{path}: {name[:100]}: a second expert, expected one in each file")

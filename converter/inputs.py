@@ -11,7 +11,8 @@ Input = namedtuple("Input", "tensors left_out warnings")
 # A folder's weights, the first that is there.
 WEIGHTS = (("model.safetensors.index.json", safetensors_reader.read_file),
            ("model.safetensors", safetensors_reader.read_file),
-           ("pytorch_model.bin.index.json", pt_reader.read_checkpoint), ("pytorch_model.bin", pt_reader.read_checkpoint))
+           ("pytorch_model.bin.index.json", pt_reader.read_checkpoint),
+           ("pytorch_model.bin", pt_reader.read_checkpoint))
 TEXT_FILES = ("generation_config.json", "tokenizer.json")
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_EOS = 8
@@ -67,8 +68,8 @@ def text_files(config_path):
     ids = values.get("ids", [])
     ids = ids if type(ids) is list else [ids]
     if len(ids) > MAX_EOS or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
-        raise ColibriError(f"{values['where']}: eos_token_id={str(ids)[:80]}, expected at most {MAX_EOS} token numbers; "
-                           "correct it")
+        raise ColibriError(f"{values['where']}: eos_token_id={str(ids)[:80]}, expected at most {MAX_EOS} token "
+                           "numbers; correct it")
     tokenizer = folder / TEXT_FILES[1]
     if not tokenizer.is_file():
         return ids, b""

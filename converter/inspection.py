@@ -36,12 +36,14 @@ def describe(plan):
             "shared_ffn": fields["shared_ffn"], "hidden": fields["hidden"], "ffn": fields["ffn"],
             "heads": fields["num_heads"], "kv_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"],
             "vocabulary": fields["vocab_size"], "context": fields["max_positions"],
-            "rope_theta": round(float(fields["rope_theta"]), 6), "parameters": total, "active_parameters": k and total - idle,
+            "rope_theta": round(float(fields["rope_theta"]), 6), "parameters": total,
+            "active_parameters": k and total - idle,
             "tensors": len(tensors), "dtypes": dict(dtypes),
             "checkpoint_bytes": sum(prod(tensor.shape) * tensor.numpy_dtype.itemsize for tensor in tensors.values()),
             "bin_dtype": dtype, "bin_bytes": int(header["file_bytes"]), "needed_bytes": needed, "memory_bytes": memory,
             "fits": needed <= memory, "end_tokens": plan.eos, "tokenizer": bool(plan.tokenizer),
-            "missing": [f"a choice of {flag}" for flag in plan.unknown] + bound.missing, "extra": bound.extra, "left_out": plan.input.left_out + bound.ignored}
+            "missing": [f"a choice of {flag}" for flag in plan.unknown] + bound.missing, "extra": bound.extra,
+            "left_out": plan.input.left_out + bound.ignored}
 
 
 def _lines(figures):

@@ -8,9 +8,9 @@ from collections import namedtuple
 
 from converter import config, views
 
-# fields: Values -> header fields; None: known as bare MoE layers only. accepts: config key -> values under which the row
-# is right; another is refused. prefix: may or may not stand before every name. ignored: templates of tensors that change
-# nothing. routing: header fields that the family's name settles; other choices of routing are asked for.
+# fields: Values -> header fields; None: known as bare MoE layers only. accepts: config key -> values under which the
+# row is right; another is refused. prefix: may or may not stand before every name. ignored: templates of tensors that
+# change nothing. routing: header fields that the family's name settles; other choices of routing are asked for.
 Family = namedtuple("Family", "name fields tensors prefix accepts ignored routing")
 # template: a checkpoint name, N the layer, E the expert. shape: of the checkpoint's tensor, in header fields and the
 # layer's values of format.h; a zero means that it is not there. view(tensor, fields, expert) -> the rows to stack.
@@ -134,7 +134,8 @@ JETMOE = {
 
 def ungated(layer, router_name, up, down, up_bias=None, down_bias=None):
     """Experts of two matrices, [outputs, inputs] each."""
-    vectors = {"experts_up_bias": (up_bias, "ffn * expert_bias"), "experts_down_bias": (down_bias, "hidden * expert_bias")}
+    vectors = {"experts_up_bias": (up_bias, "ffn * expert_bias"),
+               "experts_down_bias": (down_bias, "hidden * expert_bias")}
     return {L + "router": [[P(layer + router_name, "num_experts, hidden")]],
             L + "experts_up": [[P(layer + up, "ffn, hidden")]], L + "experts_down": [[P(layer + down, "hidden, ffn")]],
             **{L + key: [[P(layer + template, size)]] for key, (template, size) in vectors.items() if template}}
@@ -167,16 +168,17 @@ def row(name, fields, *tensors, prefix="model.", accepts=(), ignored=(), routing
 
 
 ROWS = [
-    row("mixtral", config.mixtral, COMMON, gqa(), router("block_sparse_moe.gate.weight", "mlp.gate.weight"), MIXTRAL_EXPERTS,
-        routing={**SILU, "renormalize": 1}),
+    row("mixtral", config.mixtral, COMMON, gqa(), router("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        MIXTRAL_EXPERTS, routing={**SILU, "renormalize": 1}),
     row("olmoe", config.olmoe, COMMON, gqa(), QWEN, accepts={"sliding_window": [], "head_dim": []},
         routing=SILU),
     row("qwen2_moe", config.qwen2_moe, COMMON, gqa(), QWEN, mlps("shared_expert"), {
-        L + "shared_gate": [[P(L + "mlp.shared_expert_gate.weight", "moe, hidden", views.row_of_one)]]}, routing={**SILU, "shared_gate": 1}),
+        L + "shared_gate": [[P(L + "mlp.shared_expert_gate.weight", "moe, hidden", views.row_of_one)]]},
+        routing={**SILU, "shared_gate": 1}),
     row("qwen3_moe", config.qwen3_moe, COMMON, gqa(), QWEN, mlps("shared_expert"), routing=SILU),
     row("granitemoe", config.granitemoe, COMMON, gqa(), GRANITE, accepts={"sliding_window": []}, routing=TOPK_SOFTMAX),
-    row("phimoe", config.phimoe, COMMON, gqa(), router("block_sparse_moe.gate.weight", "mlp.router.weight"), MIXTRAL_EXPERTS,
-        accepts={"num_experts_per_tok": [2]}, routing={
+    row("phimoe", config.phimoe, COMMON, gqa(), router("block_sparse_moe.gate.weight", "mlp.router.weight"),
+        MIXTRAL_EXPERTS, accepts={"num_experts_per_tok": [2]}, routing={
             **SILU, "router_kind": config.ROUTER_SPARSEMIXER, "router_jitter": 0.01, "k": 2, "renormalize": 0}),
     row("gpt_oss", config.gpt_oss, COMMON, gqa(), GPT_OSS, accepts={"hidden_act": ["silu", "swish"]}, routing={
         **TOPK_SOFTMAX, "activation": config.ACTIVATION_CLAMPED, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
@@ -197,7 +199,8 @@ ROWS = [
                                views.row_of_one)] for gate in ("", "gate.")]},
         accepts={"use_bias": [False]}, ignored=["mtp*"],
         routing={
-            **SILU, "router_kind": config.ROUTER_SOFTMAX, "router_bias": 1, "renormalize": 1, "renormalize_min": 1e-12}),
+            **SILU, "router_kind": config.ROUTER_SOFTMAX, "router_bias": 1, "renormalize": 1,
+            "renormalize_min": 1e-12}),
     row("minimax_m2", config.minimax_m2, COMMON, gqa(), router("block_sparse_moe.gate.weight", "mlp.gate.weight"),
         MIXTRAL_EXPERTS, correction("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
         accepts={"scoring_func": ["sigmoid"], "use_qk_norm": [True], "qk_norm_type": ["per_layer"],

@@ -169,9 +169,9 @@ class PickleReader:
         if type(module) is not str or type(name) is not str:
             raise TypeError
         if (module, name) not in ALLOWED:
-            raise ColibriError(f"{self.where}: forbidden global {shown(module)}.{shown(name)}, expected tensors in dicts "
-                               "alone; save model.state_dict(), and do not load this file elsewhere unless you trust "
-                               "it")
+            raise ColibriError(f"{self.where}: forbidden global {shown(module)}.{shown(name)}, expected tensors in "
+                               "dicts alone; save model.state_dict(), and do not load this file elsewhere unless you "
+                               "trust it")
         self.stack.append(ALLOWED[module, name])
 
     def _stack_global(self):

@@ -91,8 +91,8 @@ class DeflatedStorage(Storage):
                 file.flush()
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise ColibriError(f"{tempfile.tempdir or 'TMPDIR'}: {error.strerror}, expected room for {self.bytes} bytes "
-                               f"inflated from {self.where}; set TMPDIR to a directory with space") from None
+            raise ColibriError(f"{tempfile.tempdir or 'TMPDIR'}: {error.strerror}, expected room for {self.bytes} "
+                               f"bytes inflated from {self.where}; set TMPDIR to a directory with space") from None
 
 
 def check_size(mapping, where):

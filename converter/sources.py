@@ -52,8 +52,8 @@ MOE = [L + key for key in ("router", "router_bias", "router_logit_bias", "expert
 
 
 def bare_family(tensors, where):
-    """(Family, header fields of sizes) of MoE layers without attention and config: the family by its names, the sizes by
-    its rows. Where names are those of several families, `routing` keeps what holds for all of them."""
+    """(Family, header fields of sizes) of MoE layers without attention and config: the family by its names, the sizes
+    by its rows. Where names are those of several families, `routing` keeps what holds for all of them."""
     candidates = []
     for family in names.ROWS:
         templates = {_template(name.removeprefix(family.prefix))[0] for name in tensors}
@@ -68,8 +68,8 @@ def bare_family(tensors, where):
             matched = sum(_template(name.removeprefix(family.prefix))[0] in there for name in tensors)
             candidates.append((matched, family, fields))
     if not candidates:
-        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{_more(tensors)}), "
-                           "expected the MoE layers of one of "
+        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{_more(tensors)}"
+                           "), expected the MoE layers of one of "
                            f"{', '.join(dict.fromkeys(family.name for family in names.ROWS))}")
     best = max(matched for matched, _, _ in candidates)
     same = [(family, fields) for matched, family, fields in candidates if matched == best]
@@ -161,7 +161,8 @@ def sources(family, tensors, fields, where, keys=None):
 
 def check_storages(sources):
     """Carries the checksum of every storage in use to its end: a tensor need not reach so far."""
-    storages = {id(tensor.storage): tensor.storage for experts in sources.values() for parts in experts for tensor in parts}
+    storages = {id(tensor.storage): tensor.storage
+                for experts in sources.values() for parts in experts for tensor in parts}
     for storage in storages.values():
         storage.check()
 
@@ -183,8 +184,8 @@ def _by_template(family, tensors, fields, where):
         else:
             places = found.setdefault((template, layer), {})
             if expert_id in places:
-                raise ColibriError(f"{where}: {full}: stands for {places[expert_id].name}, which is there too; expected "
-                                   "each tensor once")
+                raise ColibriError(f"{where}: {full}: stands for {places[expert_id].name}, which is there too; "
+                                   "expected each tensor once")
             places[expert_id] = tensor
     return found, ignored
 

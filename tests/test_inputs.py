@@ -131,7 +131,8 @@ def write_main(path, arrays, nested):
         strides = [stride // 4 for stride in array.strides]
         items.append((name, tensor(classes, str(key), array.size, 0, array.shape, strides)))
     flat = b"".join(text(name.removeprefix("language_model.")) + item for name, item in items)
-    inner = text("language_model") + b"}(" + flat + b"u" if nested else b"".join(text(name) + item for name, item in items)
+    inner = (text("language_model") + b"}(" + flat + b"u" if nested
+             else b"".join(text(name) + item for name, item in items))
     write_zip(path, b"}(" + text("module") + b"}(" + inner + b"u" + text("optimizer") + b"Nu", storages)
 
 
@@ -230,7 +231,8 @@ def test_fairseq_biases_are_added(tmp_path):
         ids = np.argsort(-scores[t])[:2]
         for e in ids:
             mid = np.maximum(layer["experts_up"][e] @ row + layer["experts_up_bias"][e], 0)
-            y[t] += scores[t, e] / scores[t, ids].sum() * (layer["experts_down"][e] @ mid + layer["experts_down_bias"][e])
+            out = layer["experts_down"][e] @ mid + layer["experts_down_bias"][e]
+            y[t] += scores[t, e] / scores[t, ids].sum() * out
     with Engine(tmp_path / "a.bin", backend="host") as engine:
         np.testing.assert_allclose(engine.stack(x), y, rtol=1e-4, atol=1e-5)
 

@@ -129,7 +129,8 @@ def test_tensors_are_used_or_named(tmp_path, arrays, cause):
     ({"rope_scaling": {"rope_type": "yarn"}}, "factor is not there"),
     ({"rope_parameters": {"rope_type": "longrope"}}, 'rope_type="longrope", expected one of default, linear'),
     ({"num_experts": 7}, "num_experts=7, expected 3 as in num_local_experts"), ({"k": 1}, "k=1, expected 2"),
-    ({"ffn": 12}, "ffn=12, expected 6"), ({"activation": "gelu"}, 'activation="gelu", expected \'silu\' as in hidden_act'),
+    ({"ffn": 12}, "ffn=12, expected 6"),
+    ({"activation": "gelu"}, 'activation="gelu", expected \'silu\' as in hidden_act'),
     ({"renormalize": False}, "renormalize=false, expected 1"),
     ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta=10000.0, expected 500000.0 as in rope_parameters"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
@@ -179,7 +180,8 @@ def test_config_files(tmp_path):
     (tmp_path / "model.json").write_text('{"k": 2}')
     assert config.load(None, checkpoint).get("k") == 2
     assert config.load(tmp_path / "config.json", checkpoint).get("k") == 1
-    for content in ("{", "[1]", "[" * 100_000, "\xff", '{"k": 1, "k": 2}', '{"k": 1, "rope_scaling": {"a": 1, "a": 1}}'):
+    for content in ("{", "[1]", "[" * 100_000, "\xff", '{"k": 1, "k": 2}',
+                    '{"k": 1, "rope_scaling": {"a": 1, "a": 1}}'):
         (tmp_path / "bad.json").write_bytes(content.encode("latin-1"))
         with pytest.raises(ColibriError, match=r"bad\.json"):
             config.load(tmp_path / "bad.json", checkpoint)
