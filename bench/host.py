@@ -4,17 +4,20 @@ A bare stack of 7 layers of 32 experts, k=2, hidden 1024, ffn 1792, gated, f16: 
 cache. Decode is one token a step, with a new random token each, so that its experts come from memory; it is compared
 with the rate at which the same memory is read by a plain sum. Prefill is 512 tokens a step; it is compared with the
 rate of independent fused multiply-adds. A ceiling is probed before and after every measurement, because a shared
-machine's ceilings move; the columns are medians. The last rows are decode beside a process that takes one core.
+machine's ceilings move. The columns are medians over that half of the rounds in which other processes used least of
+the processors. The last rows are decode beside a process that takes one core; it counts among the others.
 """
 
 import argparse
 import csv
 import hashlib
 import mmap
+import os
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +30,7 @@ CONFIG = {"num_experts": EXPERTS, "k": K, "hidden": HIDDEN, "ffn": FFN, "num_hea
 EXPERT_BYTES = 3 * HIDDEN * FFN * 2
 UP_BYTES, DOWN_BYTES = EXPERTS * EXPERT_BYTES * 2 // 3, EXPERTS * EXPERT_BYTES // 3
 READ_BYTES = 2 << 30
-COLUMNS = ["what", "threads", "value", "unit", "ceiling", "ratio", "command"]
+COLUMNS = ["what", "threads", "unit", "value", "ceiling", "ratio", "cores_used_by_others", "command"]
 
 
 def build():
@@ -100,37 +103,51 @@ class Stack:
         return 512 * K * LAYERS * 3 * HIDDEN * FFN / self.step(threads, 512)
 
 
-def against(rounds, measure, ceiling):
-    """(median value, median ceiling, median ratio), the ceiling being probed on both sides of each measurement."""
-    rows, before = [], ceiling()
+def busy_seconds():
+    """(of all processors, of this process) since their start."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
+def medians(rounds, measure):
+    """Medians of what measure() returns, and of the cores that others used, over the quieter half of the rounds."""
+    rows = []
     for _ in range(rounds):
-        value, after = measure(), ceiling()
-        rows.append((value, (before + after) / 2, value / ((before + after) / 2)))
-        before = after
-    return [statistics.median(column) for column in zip(*rows)]
+        start, (busy, own) = time.perf_counter(), busy_seconds()
+        values = measure()
+        busy, own = (after - before for after, before in zip(busy_seconds(), (busy, own)))
+        rows.append((max(0, busy - own) / (time.perf_counter() - start), *values))
+    quiet = sorted(rows)[:(rounds + 1) // 2]
+    others, *values = [statistics.median(column) for column in zip(*quiet)]
+    return *values, others
+
+
+def against(measure, ceiling):
+    """(value, ceiling, ratio), the ceiling being probed on both sides of the measurement."""
+    before, value, after = ceiling(), measure(), ceiling()
+    return value / 1e9, (before + after) / 2e9, value / ((before + after) / 2)
+
+
+def beside_a_busy_process(stack, threads):
+    """(decode beside a process that takes a core, one thread's without it, their ratio)"""
+    alone = stack.decode_rate(1, 0.5)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        time.sleep(0.1)
+        value = stack.decode_rate(threads, 1.5)
+        busy.kill()
+    return value / 1e9, alone / 1e9, value / alone
 
 
 def measurements(stack, rounds):
     """Rows of COLUMNS without the command."""
     for threads in (1, 2):
-        value, top, ratio = against(rounds, lambda t=threads: stack.decode_rate(t, 0.05),
-                                    lambda t=threads: stack.read_rate(t))
-        yield "decode, 1 token", threads, value / 1e9, "GB/s", top / 1e9, ratio
-        value, top, ratio = against(rounds // 2, lambda t=threads: stack.prefill_rate(t),
-                                    lambda t=threads: stack.library.fma_rate(0.1, t))
-        yield "prefill, 512 tokens", threads, value / 1e9, "GFMA/s", top / 1e9, ratio
-    hog = [sys.executable, "-c", "while True: pass"]
+        yield "decode, 1 token", threads, "GB/s", *medians(rounds, lambda t=threads: against(
+            lambda: stack.decode_rate(t, 0.1), lambda: stack.read_rate(t)))
+        yield "prefill, 512 tokens", threads, "GFMA/s", *medians(rounds, lambda t=threads: against(
+            lambda: stack.prefill_rate(t), lambda: stack.library.fma_rate(0.1, t)))
     for threads in (1, 2):
-        rows = []
-        for _ in range(5):
-            alone = stack.decode_rate(1, 1)
-            with subprocess.Popen(hog) as other:
-                time.sleep(0.2)
-                rows.append((stack.decode_rate(threads, 2), alone))
-                other.kill()
-        value, alone = (statistics.median(column) / 1e9 for column in zip(*rows))
-        yield ("decode beside a busy process; ceiling: one thread without it", threads, value, "GB/s", alone,
-               statistics.median(value / alone for value, alone in rows))
+        yield "decode beside a busy process, to 1 thread alone", threads, "GB/s", *medians(
+            rounds // 2, lambda t=threads: beside_a_busy_process(stack, t))
 
 
 def main():
@@ -141,8 +158,8 @@ def main():
     stack.step(2, 512)
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for what, threads, value, unit, ceiling, ratio in measurements(stack, rounds):
-        writer.writerow([what, threads, f"{value:.1f}", unit, f"{ceiling:.1f}", f"{ratio:.3f}",
+    for what, threads, unit, value, ceiling, ratio, others in measurements(stack, rounds):
+        writer.writerow([what, threads, unit, f"{value:.1f}", f"{ceiling:.1f}", f"{ratio:.3f}", f"{others:.2f}",
                          f"python -m bench.host --rounds {rounds}"])
         sys.stdout.flush()
 
