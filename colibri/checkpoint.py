@@ -198,7 +198,7 @@ class Checkpoint:
         shape = tuple(entry["shape"].tolist())
         padded = tensor.shape + (0,) * (len(shape) - len(tensor.shape))
         stored = STORED[names[code]]
-        expected_bytes = stored_elements(tensor, self.header, self._constants) * stored.itemsize
+        expected_bytes = headers.stored_elements(tensor, self.header) * stored.itemsize
         alignment = self._constants["DATA_ALIGNMENT"]
         for good, name, value, expected in (
                 (got == names[code], "dtype", got, names[code]),
@@ -243,23 +243,6 @@ class Checkpoint:
         self.expect(zlib.crc32(text) == self.header["tokenizer_crc32"], "tokenizer_crc32", f"0x{zlib.crc32(text):08x}",
                     f"0x{self.header['tokenizer_crc32']:08x}", "the tokenizer is damaged, convert again")
         return text
-
-
-def is_gated(name, header):
-    """Whether a tensor's gate and up rows alternate."""
-    return bool(header["gated"]) and name.endswith(("experts_up", "mlp_up"))
-
-
-def stored_elements(tensor, header, constants):
-    """How many elements a tensor of format.h's tables takes in the file, panel padding included."""
-    if len(tensor.shape) == 1:
-        return tensor.shape[0]
-    experts, (rows, columns) = math.prod(tensor.shape[:-2]), tensor.shape[-2:]
-    if is_gated(tensor.name, header):
-        group = constants["GATE_GROUP"]
-        rows = 2 * group * -(-rows // (2 * group))
-    panels = -(-rows // constants["PANEL_ROWS"])
-    return experts * panels * constants["PANEL_ROWS"] * columns
 
 
 def _map(path):

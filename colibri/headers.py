@@ -7,6 +7,7 @@ The reader asks for what the headers promise: one field, #define or declaration 
 import ast
 import ctypes
 import functools
+import math
 import operator
 import re
 from collections import namedtuple
@@ -112,6 +113,27 @@ class Headers:
 def default():
     """The headers under config.h's default configuration: enough for everything that is about the file alone."""
     return Headers()
+
+
+def is_gated(name, header):
+    """Whether a tensor's gate and up rows alternate."""
+    return bool(header["gated"]) and name.endswith((".experts_up", ".mlp_up"))
+
+
+def stored_rows(rows, gated):
+    """Rows of a matrix as stored, whole panels. gated: rows are gate and up together, each filled up to its groups."""
+    panel, group = (default().constants[name] for name in ("PANEL_ROWS", "GATE_GROUP"))
+    if gated:
+        rows = 2 * group * -(-rows // (2 * group))
+    return panel * -(-rows // panel)
+
+
+def stored_elements(tensor, header):
+    """How many elements a Tensor takes in the file, panel padding included."""
+    if len(tensor.shape) == 1:
+        return tensor.shape[0]
+    *experts, rows, columns = tensor.shape
+    return math.prod(experts) * stored_rows(rows, is_gated(tensor.name, header)) * columns
 
 
 def mask(layers):

@@ -179,7 +179,7 @@ def _contents(name, experts, fields, dtype):
     """The stored arrays of one tensor."""
     if len(experts[0][0].shape) == 1:
         return interleave.vector(experts)
-    return interleave.panels(experts, dtype, bin_writer.is_gated(name, fields))
+    return interleave.panels(experts, dtype, headers.is_gated(name, fields))
 
 
 def _dtype(option, sources, kinds, path):

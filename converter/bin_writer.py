@@ -11,7 +11,7 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.interleave import NUMPY_DTYPES, stored_rows
+from converter.interleave import NUMPY_DTYPES
 
 MAGIC = b"COLI"
 ALIGNMENT = headers.default().constants["DATA_ALIGNMENT"]
@@ -33,15 +33,11 @@ def plan(fields, dtype, tokenizer=b""):
     offset = _aligned(BIN_HEADER.itemsize + directory.nbytes)
     for entry, tensor in zip(directory, tensors):
         kind = dtype if tensor.type == "weight_t" else "f32"
-        rank = len(tensor.shape)
-        elements = tensor.shape[0]
-        if rank > 1:
-            rows = stored_rows(tensor.shape[-2], is_gated(tensor.name, fields))
-            elements = (tensor.shape[0] if rank == 3 else 1) * rows * tensor.shape[-1]
-        entry["name"], entry["dtype"], entry["rank"] = tensor.name.encode(), codes[kind], rank
-        entry["shape"][:rank] = tensor.shape
-        entry["offset"], entry["bytes"] = offset, elements * NUMPY_DTYPES[kind].itemsize
-        offset = _aligned(offset + int(entry["bytes"]))
+        entry["name"], entry["dtype"], entry["rank"] = tensor.name.encode(), codes[kind], len(tensor.shape)
+        entry["shape"][:len(tensor.shape)] = tensor.shape
+        size = headers.stored_elements(tensor, fields) * NUMPY_DTYPES[kind].itemsize
+        entry["offset"], entry["bytes"] = offset, size
+        offset = _aligned(offset + size)
     if tokenizer:
         header["tokenizer_offset"], header["tokenizer_bytes"] = offset, len(tokenizer)
         header["tokenizer_crc32"] = zlib.crc32(tokenizer)
@@ -50,11 +46,6 @@ def plan(fields, dtype, tokenizer=b""):
     header["header_bytes"], header["directory_offset"] = BIN_HEADER.itemsize, BIN_HEADER.itemsize
     header["num_tensors"], header["weight_dtype"], header["file_bytes"] = len(directory), codes[dtype], offset
     return header, directory
-
-
-def is_gated(name, fields):
-    """Whether a tensor's gate and up rows alternate."""
-    return bool(fields["gated"]) and name.endswith((".experts_up", ".mlp_up"))
 
 
 def write(file, header, directory, contents, progress, tokenizer=b""):

@@ -11,22 +11,24 @@ from colibri.errors import ColibriError
 from converter.rope import MAX_HEAD_DIM, rope, yarn_mscale
 from converter.values import Values, once
 
-ROUTER_SOFTMAX, ROUTER_TOPK_SOFTMAX, ROUTER_SIGMOID, ROUTER_SPARSEMIXER = range(4)
-ATTENTION_GQA, ATTENTION_LATENT, ATTENTION_MOA = range(3)
-QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_ALL = range(3)
-NORM_RMS, NORM_LAYER = 1, 2
-SILU, ACTIVATION_CLAMPED = 0, 3
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "relu": 2}
-MAX_LAYERS = 128  # bits of a layer mask
+CODES = headers.default().constants
+ROUTER_SOFTMAX, ROUTER_TOPK_SOFTMAX, ROUTER_SIGMOID, ROUTER_SPARSEMIXER = (
+    CODES[f"ROUTER_{kind}"] for kind in ("SOFTMAX", "TOPK_SOFTMAX", "SIGMOID", "SPARSEMIXER"))
+ATTENTION_LATENT, ATTENTION_MOA = CODES["ATTENTION_LATENT"], CODES["ATTENTION_MOA"]
+QK_NORM_HEAD, QK_NORM_ALL = CODES["QK_NORM_HEAD"], CODES["QK_NORM_ALL"]
+NORM_RMS, NORM_LAYER = CODES["NORM_RMS"], CODES["NORM_LAYER"]
+SILU, ACTIVATION_CLAMPED = CODES["ACTIVATION_SILU"], CODES["ACTIVATION_CLAMPED_SWIGLU"]
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": CODES["ACTIVATION_GELU"], "relu": CODES["ACTIVATION_RELU"]}
 LATENT_EPS = 1e-6  # the latent norms have an epsilon of their own, whatever the config says
 MAX_CONFIG_BYTES = 16 << 20
 HEADER = headers.default().structs["BinHeader"]
+MAX_LAYERS = 32 * HEADER["dense_layers"].shape[0]  # bits of a layer mask
 FLOATS = [name for name in HEADER.names if HEADER[name] == np.float32]
 # Header fields that leave a model plain; what is not here is 0 in a bare stack.
 PLAIN = {"gated": 1, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "residual_multiplier": 1.0,
          "embedding_multiplier": 1.0, "logits_multiplier": 1.0, "rope_attention_factor": 1.0, "dense_layers": [],
          "window_layers": [], "fp8_block": [128, 128], "mtp_layers": 0,
-         "interleave_rows": headers.default().constants["PANEL_ROWS"]}
+         "interleave_rows": CODES["PANEL_ROWS"]}
 
 
 # Header fields from a config.json

@@ -15,7 +15,7 @@ WEIGHTS = (("model.safetensors.index.json", safetensors_reader.read_file),
            ("pytorch_model.bin", pt_reader.read_checkpoint))
 TEXT_FILES = ("generation_config.json", "tokenizer.json")
 MAX_TOKENIZER_BYTES = 256 << 20
-MAX_EOS = 8
+MAX_EOS = config.HEADER["eos_ids"].shape[0]
 
 
 def read(path):

@@ -16,13 +16,6 @@ KEPT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f32"
 LARGEST = {"f16": "65504", "bf16": "3.39e38", "f32": "3.4e38"}
 
 
-def stored_rows(rows, gated):
-    """Rows of a matrix as stored, whole panels. gated: rows are gate and up together, each filled up to its groups."""
-    if gated:
-        rows = 2 * GATE_GROUP * -(-rows // (2 * GATE_GROUP))
-    return PANEL_ROWS * -(-rows // PANEL_ROWS)
-
-
 def panels(experts, dtype, gated):
     """Yields the stored matrix as arrays [columns, 64 rows] in the file's order: each panel, expert by expert.
 
@@ -31,7 +24,7 @@ def panels(experts, dtype, gated):
     """
     rows, columns = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
     panel = np.zeros((PANEL_ROWS, columns), NUMPY_DTYPES[dtype])
-    for first in range(0, stored_rows(rows, gated), PANEL_ROWS):
+    for first in range(0, headers.stored_rows(rows, gated), PANEL_ROWS):
         for parts in experts:
             pieces = list(_gated_pieces(parts, first) if gated else _stacked_pieces(parts, first))
             if sum(stop - start for _, _, start, stop in pieces) < PANEL_ROWS:

@@ -27,6 +27,21 @@ def fields(**values):
     return values
 
 
+ROUTERS = {  # the kinds of routing that each backend is held to
+    "softmax": fields(num_experts=32, k=2),
+    "not renormalised": fields(num_experts=3, k=2, renormalize=0),
+    "k=16 of 60": fields(num_experts=60, k=16, router_kind=TOPK_SOFTMAX),
+    "k=E=16": fields(num_experts=16, k=16, router_kind=SIGMOID, renormalize=0),
+    "sigmoid": fields(num_experts=33, k=3, router_kind=SIGMOID, routed_scaling=1.5),
+    "softmax, bias": fields(num_experts=64, k=6, router_bias=1, renormalize=0),
+    "softmax, groups": fields(num_experts=160, k=6, num_groups=8, topk_groups=3, renormalize=0, routed_scaling=16.0),
+    "sigmoid, groups": fields(num_experts=256, k=8, router_kind=SIGMOID, router_bias=1, num_groups=8, topk_groups=4),
+    "sigmoid, groups, no bias": fields(num_experts=24, k=4, router_kind=SIGMOID, num_groups=6, topk_groups=2),
+    "groups of one": fields(num_experts=64, k=2, router_kind=SIGMOID, router_bias=1, num_groups=64, topk_groups=40),
+    "many groups": fields(num_experts=256, k=8, num_groups=128, topk_groups=50),
+}
+
+
 def rms_norm(x, weight, eps):
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 

@@ -6,7 +6,8 @@ import numpy as np
 import reference
 
 from colibri import headers
-from colibri.checkpoint import STORED, stored_elements
+from colibri.checkpoint import STORED
+from colibri.headers import stored_elements
 
 DENSE = {"version": 2, "num_experts": 8, "k": 2, "num_layers": 2, "hidden": 64, "ffn": 40, "num_heads": 4,
          "num_kv_heads": 2, "head_dim": 16, "vocab_size": 256, "max_positions": 128, "weight_dtype": 1, "activation": 0,
@@ -29,7 +30,7 @@ def write_model(path, shape=DENSE, seed=0, **changes):
     with open(path, "wb") as file:
         for entry, tensor in zip(directory, tensors):
             offset = -(-offset // constants["DATA_ALIGNMENT"]) * constants["DATA_ALIGNMENT"]
-            data = _random(tensor, shape, constants, generator)
+            data = _random(tensor, shape, generator)
             entry["name"], entry["rank"], entry["offset"] = tensor.name.encode(), len(tensor.shape), offset
             entry["dtype"] = shape["weight_dtype"] if tensor.type == "weight_t" else constants["DTYPE_F32"]
             entry["bytes"], entry["crc32"] = data.nbytes, zlib.crc32(data)
@@ -53,8 +54,8 @@ def seal(start):
     return start[:field] + zlib.crc32(blank).to_bytes(4, "little") + start[field + 4:]
 
 
-def _random(tensor, shape, constants, generator):
-    count = stored_elements(tensor, shape, constants)
+def _random(tensor, shape, generator):
+    count = stored_elements(tensor, shape)
     if tensor.name == "rope_frequencies":
         return reference.frequencies(shape["rotary_dim"], shape["rope_theta"])
     if len(tensor.shape) == 1:

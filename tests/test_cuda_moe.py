@@ -8,7 +8,7 @@ import gpu_model
 import numpy as np
 import pytest
 import reference
-from reference import BF16, F16, GELU, RELU, SIGMOID, TOPK_SOFTMAX, fields
+from reference import BF16, F16, GELU, RELU, ROUTERS, SIGMOID, TOPK_SOFTMAX, fields
 
 pytestmark = pytest.mark.gpu
 
@@ -30,17 +30,6 @@ PORTABLE = ("1 expert", "8 experts", "32 experts", "256 experts")
 CASES = [(name, "") for name in MODELS] + [(name, "-DPORTABLE_COPY") for name in PORTABLE]
 TOKENS = [1, 2, 3, 7, 16, 31, 32, 33, 64, 65, 127, 128, 129, 512]
 TOLERANCE = {F16: 2e-3, BF16: 1e-2}
-ROUTERS = {
-    "softmax": fields(num_experts=32, k=2),
-    "not renormalised": fields(num_experts=3, k=2, renormalize=0),
-    "k=16 of 60": fields(num_experts=60, k=16, router_kind=TOPK_SOFTMAX),
-    "k=E=16": fields(num_experts=16, k=16, router_kind=SIGMOID, renormalize=0),
-    "sigmoid": fields(num_experts=33, k=3, router_kind=SIGMOID, routed_scaling=1.5),
-    "softmax, bias": fields(num_experts=64, k=6, router_bias=1, renormalize=0),
-    "softmax, groups": fields(num_experts=160, k=6, num_groups=8, topk_groups=3, renormalize=0, routed_scaling=16.0),
-    "sigmoid, groups": fields(num_experts=256, k=8, router_kind=SIGMOID, router_bias=1, num_groups=8, topk_groups=4),
-    "many groups": fields(num_experts=256, k=8, num_groups=128, topk_groups=50),
-}
 
 
 def build_all():

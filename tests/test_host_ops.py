@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 import reference
-from reference import BF16, F16, F32, GELU, RELU, SIGMOID, SILU, TOPK_SOFTMAX, fields
+from reference import BF16, F16, F32, GELU, RELU, ROUTERS, SIGMOID, SILU, TOPK_SOFTMAX, fields
 
 from colibri.errors import ColibriError
 from colibri.headers import NATIVE
@@ -32,18 +32,6 @@ VARIANTS = {
     "128 experts": fields(num_experts=128, k=3, hidden=33, ffn=24, weight_dtype=BF16, renormalize=0),
     "256 experts, groups": fields(num_experts=256, k=8, hidden=40, ffn=8, router_kind=SIGMOID, router_bias=1,
                                 num_groups=8, topk_groups=4, routed_scaling=2.5),
-}
-ROUTERS = {
-    "softmax": fields(num_experts=32, k=2),
-    "not renormalised": fields(num_experts=3, k=2, renormalize=0),
-    "k=16 of 60": fields(num_experts=60, k=16, router_kind=TOPK_SOFTMAX),
-    "k=E=16": fields(num_experts=16, k=16, router_kind=SIGMOID, renormalize=0),
-    "sigmoid": fields(num_experts=33, k=3, router_kind=SIGMOID, routed_scaling=1.5),
-    "softmax, bias": fields(num_experts=64, k=6, router_bias=1, renormalize=0),
-    "softmax, groups": fields(num_experts=160, k=6, num_groups=8, topk_groups=3, renormalize=0, routed_scaling=16.0),
-    "sigmoid, groups": fields(num_experts=256, k=8, router_kind=SIGMOID, router_bias=1, num_groups=8, topk_groups=4),
-    "sigmoid, groups, no bias": fields(num_experts=24, k=4, router_kind=SIGMOID, num_groups=6, topk_groups=2),
-    "groups of one": fields(num_experts=64, k=2, router_kind=SIGMOID, router_bias=1, num_groups=64, topk_groups=40),
 }
 TRANSFORMER = fields(num_layers=2, num_experts=6, k=2, hidden=72, ffn=40, num_heads=6, num_kv_heads=2, head_dim=10,
                    vocab_size=131)

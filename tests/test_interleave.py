@@ -8,7 +8,8 @@ import pytest
 from converter_files import write_pt
 
 from colibri.errors import ColibriError
-from converter.interleave import converted, panels, stored_rows, transposed
+from colibri.headers import stored_rows
+from converter.interleave import converted, panels, transposed
 from converter.pt_reader import read_checkpoint
 
 
