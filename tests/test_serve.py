@@ -332,9 +332,9 @@ def test_what_the_time_to_drain_cuts(moe_32, tmp_path):
         assert client.receive() is None and service.process.wait(TIMEOUT) == 0
 
 
-SLOW = ("import sys, time\nfrom colibri import run\nfrom colibri.engine import Engine\nstep = Engine.step\n"
+SLOW = ("import sys, time\nfrom colibri import run\nfrom colibri.engine import Engine\nstep = Engine.advance\n"
         "def slow(*arguments):\n    time.sleep(0.05)\n    return step(*arguments)\n"
-        "Engine.step = slow\nsys.exit(run.command())")
+        "Engine.advance = slow\nsys.exit(run.command())")
 
 
 def slow_service(model, folder, *options):
