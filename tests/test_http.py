@@ -84,7 +84,7 @@ def test_streams(client, engine, usage):
         assert last.choices == [] and last.usage.completion_tokens == 40
     assert "".join(chunk.choices[0].text for chunk in chunks) == greedy(engine, PROMPT, 40)
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    assert len(chunks) > 2 and len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) >= 2 and len({chunk.id for chunk in chunks}) == 1
 
 
 def test_streams_tokens(client, engine):
@@ -130,10 +130,11 @@ def test_lists_its_model(client):
 
 
 def test_errors_of_the_client(service, client):
-    with pytest.raises(openai.NotFoundError, match="model: \\\\\"gpt-4\\\\\", expected moe-32.bin"):
+    with pytest.raises(openai.NotFoundError, match='model: "gpt-4", expected moe-32.bin'):
         client.completions.create(model="gpt-4", prompt=PROMPT)
-    with pytest.raises(openai.BadRequestError, match="too_long"):
+    with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt="x" * 600)
+    assert refused.value.code == "too_long" and refused.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="logprobs: 5, expected false; it is not supported, leave it out"):
         client.completions.create(model=MODEL, prompt=PROMPT, logprobs=5)
     blockers = [threading.Thread(target=complete, args=[service], kwargs={"prompt": PROMPT, "max_tokens": 490})
@@ -177,6 +178,8 @@ def message(text):
      '"messages": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, seed, stream, '
      "deadline_ms, max_tokens"),
     ("chat/completions", {"model": MODEL}, "messages: missing, expected a list of messages"),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\ud83d"}]},
+     "messages: half a surrogate pair, expected text; send whole characters"),
     ("chat/completions", {"model": MODEL, "messages": []}, "messages: expected a list of at least one message"),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "tool", "content": "x"}]},
      'messages[0].role: "tool", expected one of system, developer, user, assistant'),
@@ -337,7 +340,7 @@ def test_a_prometheus_parser_reads_the_metrics(moe_32, tmp_path, engine):
             assert samples[f"colibri_{name}", label] == value, (name, label)
     for name, value in {"prompt_tokens_total": 7, "completion_tokens_total": 10, "queue_depth": 0, "queue_size": 7,
                         "running_requests": 0, "kv_slots": 3, "kv_slots_free": 3, "ttft_seconds_count": 2,
-                        "itl_seconds_count": 8, "log_lines_lost_total": 0, "connections": 1}.items():
+                        "itl_seconds_count": 8, "log_lines_lost_total": 0, "open_connections": 1}.items():
         assert samples[f"colibri_{name}",] == value, name
     assert samples["colibri_steps_total", "prefill"] == 2 and samples["colibri_steps_total", "decode"] == 8
     assert samples["colibri_ttft_seconds_bucket", "+Inf"] == 2 and samples["colibri_ttft_seconds_bucket", "60"] == 2
@@ -358,7 +361,7 @@ def test_transcript():
 def test_readme_service(service, tmp_path):
     """The section's curl lines and its Python example, as written but for the port."""
     text = (ROOT / "README.md").read_text()
-    section = text[text.index("## As a service"):text.index("## On a GPU")]
+    section = text[text.index("## As a service"):text.index("## What can be converted")]
     commands = re.findall(r"^    (curl (?:.*\\\n)*.*)$", section, re.MULTILINE)
     assert len(commands) == 5
     for command in commands:

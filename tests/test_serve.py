@@ -218,7 +218,7 @@ def test_garbage_of_ten_thousand_connections(service):
             if number % 4:
                 client.send(garbage[number % 1000:number % 1000 + number % 300])
     seconds = time.monotonic() - began
-    service.wait_for("connections", 1)  # the one that asks
+    service.wait_for("open_connections", 1)  # the one that asks
     with service.client() as client:
         assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
     assert seconds < 20, seconds  # 2 on a machine of its own
