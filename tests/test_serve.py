@@ -101,6 +101,19 @@ def test_nobody_reads_stdout_any_more(moe_32):
     process.stderr.close()
 
 
+def test_a_signal_while_stdin_is_open(moe_32, engine):
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    *_, final = process.stdout.read().splitlines()
+    assert json.loads(final)["text"] == greedy(engine, LONG["prompt"], 490) and process.wait(TIMEOUT) == 0
+    process.stdin.close()
+    process.stdout.close()
+
+
 # Requests over a socket
 
 def test_each_client_gets_its_own(service, engine):
@@ -253,8 +266,8 @@ def test_http_spoken_to_lines(service):
 def test_a_client_that_does_not_read(moe_32, tmp_path):
     """Its answers wait within limits, then it is dropped; others do not notice."""
     with Service(moe_32, tmp_path, command=[
-            sys.executable, "-c", "import sys\nfrom colibri import connection, run\n"
-            "connection.MAX_STALL_SECONDS = 1\nsys.exit(run.command())", "--backend", "host", "--model", str(moe_32),
+            sys.executable, "-c", ("import sys\nfrom colibri import connection, run\n"
+            "connection.MAX_STALL_SECONDS = 1\nsys.exit(run.command())"), "--backend", "host", "--model", str(moe_32),
             "--serve", f"unix:{tmp_path}/socket", "--http", ":0", "--queue-size", "100000"]) as service:
         client = service.client()
         client.socket.settimeout(0.5)
@@ -284,7 +297,7 @@ def test_a_stopped_client_goes_on(service, engine):
     process.send_signal(signal.SIGSTOP)
     time.sleep(0.3)
     process.send_signal(signal.SIGCONT)
-    *tokens, final = map(json.loads, [first, *process.communicate(timeout=TIMEOUT)[0].splitlines()])
+    *tokens, final = map(json.loads, [first, *process.stdout.read().splitlines()])
     assert "".join(token["text"] for token in tokens) == final["text"] == greedy(engine, "It was ", 300)
 
 
@@ -429,10 +442,10 @@ def test_places_that_are_taken(moe_32, service, tmp_path):
     (("--log-prompts",), "--log-prompts: given, expected only with --serve or --http; leave it out"),
     (("--serve", "-", "--queue-size", "-1"), "--queue-size: -1, expected 0 to 1048576"),
     (("--serve", "-", "--log-format", "xml"), "--log-format: xml, expected one of text, json"),
-    (("--serve", "-", "--prefill-chunk", "513"), "--prefill-chunk: 513, expected at most 512, MAX_SEQ_LEN of the library; use "
-     "fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment"),
-    (("--serve", "-", "--batch-size", "33"), "--batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or "
-     "raise it with DEFINES=-DMAX_BATCH=33 in the environment")])
+    (("--serve", "-", "--prefill-chunk", "513"), ("--prefill-chunk: 513, expected at most 512, MAX_SEQ_LEN of the library; use "
+     "fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment")),
+    (("--serve", "-", "--batch-size", "33"), ("--batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or "
+     "raise it with DEFINES=-DMAX_BATCH=33 in the environment"))])
 def test_options(moe_32, options, message):
     assert fails(moe_32, *options) == message + "\n"
 
@@ -464,7 +477,7 @@ def test_sockets_of_systemd(moe_32, tmp_path):
         command = [sys.executable, "-c", script, str(http.fileno()), str(lines.fileno()), "--backend", "host", "--model",
                    str(moe_32), "--serve", "unix:/nonexistent/socket", "--http", ":1"]
         with Service(moe_32, tmp_path, command=command, pass_fds=(lines.fileno(), http.fileno())) as service:
-            assert service.places == ["127.0.0.1:%d" % lines.getsockname()[1], "http 127.0.0.1:%d" % http.getsockname()[1]]
+            assert service.places == [f"127.0.0.1:{lines.getsockname()[1]}", f"http 127.0.0.1:{http.getsockname()[1]}"]
             with Client(lines.getsockname()) as client:
                 assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
             assert service.metric("connections_total") == 2
