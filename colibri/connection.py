@@ -216,7 +216,7 @@ class Lines(Connection):
             for token, piece in request.news():
                 text = f', "text": {json.dumps(piece)}' if request.used else ""
                 self.write(f'{{"id": {identity}, "token": {token}{text}}}\n'.encode())
-        if request.finish:
+        if request.is_over:
             del self.running[request.id]
             self.write(error_line(request.error) if request.error else self._final(request))
             self._end()

@@ -117,7 +117,7 @@ class Http(Connection):
 
     def progress(self, request):
         answer = self._answer
-        if request.error and not answer.has_begun:
+        if request.is_over and request.error and not answer.has_begun:
             del self.running[request.id]
             self._error(request.error)
         elif not request.stream:
@@ -136,7 +136,7 @@ class Http(Connection):
                 *self._connection_header()])))
         for data in answer.events():
             self.write(self._h11.send(h11.Data(b"data: " + data + b"\n\n")))
-        if request.finish:
+        if request.is_over:
             del self.running[request.id]
             self._end()
 
@@ -252,9 +252,9 @@ class _Answer:
         text = self._piece()
         if text:
             yield json.dumps({**self._fields, "choices": [self._choice(text, None)]}).encode()
-        if request.error:
+        if request.is_over and request.error:
             yield json.dumps(_error_body(request.error)).encode()
-        elif request.finish:
+        elif request.is_over:
             yield json.dumps({**self._fields, "choices": [self._choice("", request.finish)]}).encode()
             if self._with_usage:
                 yield json.dumps({**self._fields, "choices": [], "usage": self._usage()}).encode()
@@ -265,7 +265,7 @@ class _Answer:
         request, is_first = self.request, not self.request.told
         news = request.news()
         if request.used:
-            return "".join(piece for _, piece in news) + (request.rest() if request.finish else "")
+            return "".join(piece for _, piece in news) + (request.rest() if request.is_over else "")
         text = " ".join(str(token) for token, _ in news)
         return text if is_first or not text else " " + text
 

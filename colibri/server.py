@@ -193,7 +193,10 @@ class Server:
         """What the scheduler has brought, for the clients it is for."""
         owners = {}
         for request in self.scheduler.take():
-            if request.finish:
+            if request.is_over:
+                continue  # its end was seen when its last token was told of
+            request.is_over = request.finish is not None
+            if request.is_over:
                 self._ended(request)
             if not request.owner.is_closing:
                 owners[request.owner] = None

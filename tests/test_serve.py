@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from service import TIMEOUT, Client, Service
 from synthetic import STACK, write_model
 
 from colibri.engine import Engine
+from colibri.requests import Request
+from colibri.server import Server
 
 LONG = {"prompt": "It was the custom of ", "max_new_tokens": 490}
 
@@ -32,7 +35,7 @@ def service(moe_32, tmp_path_factory):
     with Service(moe_32, tmp_path_factory.mktemp("service"), "--batch-size", 8, "--queue-size", 4) as service:
         yield service
         assert service.metric("kv_slots_free") == 8 and service.metric("queue_depth") == 0
-        assert service.stop() == 0
+        assert service.stop() == 0 and "fault" not in service.log
 
 
 def run(model, lines, *options):
@@ -534,3 +537,21 @@ def test_an_idle_server_takes_no_time(service):
     before = seconds()
     time.sleep(1)
     assert seconds() - before <= 0.03
+
+
+def test_an_end_that_comes_while_a_token_is_told_of():
+    """The scheduler's thread goes on meanwhile: the end is seen early, its own news come after, and it is told once."""
+    told, ended = [], []
+    owner = SimpleNamespace(is_closing=False, flush=lambda: None)
+    owner.progress = lambda request: told.append((len(request.news()), request.is_over))
+    request = Request(1, owner, [1], stream=True)
+    server = Server.__new__(Server)
+    server.is_draining, server._ended = False, ended.append
+    server.scheduler = SimpleNamespace(take=lambda: [request], num_unfinished=0, failure=None)
+    request.tokens.append(5)
+    server._news()
+    request.tokens.append(6)
+    request.finish = "length"
+    server._news()
+    server._news()
+    assert told == [(1, False), (1, True)] and ended == [request]
