@@ -542,12 +542,19 @@ def test_an_idle_server_takes_no_time(service):
 def test_an_end_that_comes_while_a_token_is_told_of():
     """The scheduler's thread goes on meanwhile: the end is seen early, its own news come after, and it is told once."""
     told, ended = [], []
-    owner = SimpleNamespace(is_closing=False, flush=lambda: None)
-    owner.progress = lambda request: told.append((len(request.news()), request.is_over))
-    request = Request(1, owner, [1], stream=True)
+
+    class Owner:
+        is_closing = False
+
+        def progress(self, request):
+            told.append((len(request.news()), request.is_over))
+
+        def flush(self):
+            pass
+    request = Request(1, Owner(), [1], stream=True)
     server = Server.__new__(Server)
     server.is_draining, server._ended = False, ended.append
-    server.scheduler = SimpleNamespace(take=lambda: [request], num_unfinished=0, failure=None)
+    server.scheduler = SimpleNamespace(take=lambda: [request], failure=None)
     request.tokens.append(5)
     server._news()
     request.tokens.append(6)
