@@ -287,6 +287,11 @@ def test_a_client_that_does_not_read(moe_32, tmp_path):
         with service.client() as other:
             assert other.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
         client.close()
+        half = service.client()
+        half.send(b'{"id": 1')
+        service.wait_for("connections_dropped_total", 2)
+        assert half.receive() is None
+        assert re.search(r"Z connection dropped=\"sent half a message, then nothing for 1 s\"\n", service.log)
         assert service.stop() == 0
 
 
