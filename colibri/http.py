@@ -194,6 +194,8 @@ class _Answer:
         self._fields = {"id": self.id, "object": "text_completion", "created": self._created, "model": server.name}
         if self._is_chat:
             self._fields["object"] = "chat.completion.chunk" if self.request.stream else "chat.completion"
+        mark = "\0"  # where a piece of text goes in an event that is made once
+        self._event = json.dumps({**self._fields, "choices": [self._choice(mark, None)]}).split(json.dumps(mark))
 
     def _values(self, body):
         """The fields of a request; null is a field left out."""
@@ -251,7 +253,7 @@ class _Answer:
             yield json.dumps({**self._fields, "choices": [choice]}).encode()
         text = self._piece()
         if text:
-            yield json.dumps({**self._fields, "choices": [self._choice(text, None)]}).encode()
+            yield json.dumps(text).join(self._event).encode()
         if request.is_over and request.error:
             yield json.dumps(_error_body(request.error)).encode()
         elif request.is_over:
