@@ -37,19 +37,21 @@ class Http(Connection):
         self._head, self._body = None, bytearray()
         self._is_busy = False  # a response is due: the next request is not read yet
         self._answer = None    # of the completion that runs
+        self._task = None      # of /metrics: the loop alone would not keep it
 
     def consume(self, count):
-        while not self._is_busy and not self.is_closing:
+        while count and not (self._is_busy or self.is_closing):
             try:
                 event = self._h11.next_event()
-                if event is h11.NEED_DATA:
-                    if not self._input:
-                        break
+                if event is not h11.NEED_DATA:
+                    self._event(event)
+                    count -= isinstance(event, h11.EndOfMessage)
+                elif self._input:
                     data = bytes(self._input)
                     self._input.clear()
                     self._h11.receive_data(data)
-                    continue
-                self._event(event)
+                else:
+                    break
             except h11.RemoteProtocolError as error:
                 refused = Refused(f"HTTP: {error}, expected an HTTP/1.1 request")
                 self.server.refused(refused)
@@ -60,7 +62,7 @@ class Http(Connection):
         if len(self._input) > self.server.reader.max_bytes:
             self.drop("sent more while its request was running")
         self.flush()
-        return False
+        return count == 0
 
     def is_within_message(self):
         return self._h11.their_state is h11.SEND_BODY or bool(self._h11.trailing_data[0])
@@ -93,7 +95,7 @@ class Http(Connection):
             wrong = "shutting down" if self.server.is_draining else self.server.health()
             self._respond(503 if wrong else 200, {"status": wrong or "ready"})
         elif path == "/metrics":
-            self.server.loop.create_task(self._metrics())
+            self._task = self.server.loop.create_task(self._metrics())
         elif path == "/v1/models":
             self._respond(200, {"object": "list", "data": [{"id": self.server.name, "object": "model", "created": 0,
                                                             "owned_by": "colibri"}]})
