@@ -172,7 +172,7 @@ __device__ bool merge_chunks(Partial (&out)[PER_THREAD], ChunkResult *chunks, in
 /* Grid: (tokens, TILES, CHUNKS), or (tokens, TILES) where a block takes every chunk. */
 __global__ void __launch_bounds__(THREADS)
 attention_kernel(float *attention, const float *qkv, const float *keys, const float *values, const Batch *batch,
-                 ChunkResult *chunks, int *arrived, int layer, int num_slots) {
+                 ChunkResult *chunks, int *arrived, LayerCache cache) {
     __shared__ Shared s;
     pdl_wait();
     pdl_trigger();
@@ -182,8 +182,7 @@ attention_kernel(float *attention, const float *qkv, const float *keys, const fl
     if (chunk >= num_chunks) return;
     const float *query = qkv + (int64_t)token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + tile * QUERIES * HEAD_DIM;
     for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS) s.query[i / HEAD_DIM][i % HEAD_DIM] = query[i];
-    int64_t timeline = ((int64_t)layer * num_slots + batch->slots[token]) * NUM_KV_HEADS + tile * QUERIES / GROUP;
-    int64_t start = timeline * MAX_SEQ_LEN * HEAD_DIM;
+    int64_t start = cache_row(cache, batch->slots[token], tile * QUERIES / GROUP, 0) * HEAD_DIM;
 
     Partial all[PER_THREAD];
 #pragma unroll
@@ -220,7 +219,7 @@ int cuda_attention(Model *m, int num_tokens, int layer) {
     ChunkResult *chunks = (ChunkResult *)(attention_scratch(m) + scratch_round(SPLIT_TOKENS * TILES * sizeof(int)));
     dim3 grid(num_tokens, TILES, num_tokens <= SPLIT_TOKENS ? CHUNKS : 1);
     return launch(m, "attention", attention_kernel, grid, THREADS, 0, m->state.attention, m->state.qkv,
-                  m->state.key_cache, m->state.value_cache, device_batch(m), chunks, arrived, layer, m->num_slots);
+                  m->state.key_cache, m->state.value_cache, device_batch(m), chunks, arrived, layer_cache(m, layer));
 }
 
 #else

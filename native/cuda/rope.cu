@@ -11,13 +11,7 @@ constexpr int THREADS = 128;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = (NUM_HEADS + 2 * NUM_KV_HEADS) * HALF; /* a token */
 
-/* Row `position` of kv head `head` of the token's slot, in either cache. */
-__device__ float *cache_row(float *cache, int layer, int num_slots, int slot, int head, int position) {
-    int64_t timeline = ((int64_t)layer * num_slots + slot) * NUM_KV_HEADS + head;
-    return cache + (timeline * MAX_SEQ_LEN + position) * HEAD_DIM;
-}
-
-__global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch *batch, int layer, int num_slots,
+__global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch *batch, LayerCache cache,
                             const float *frequencies) {
     pdl_wait();
     pdl_trigger();
@@ -37,7 +31,7 @@ __global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch 
     if (!value) row[i] = low, row[i + HALF] = high;
     if (head >= NUM_HEADS) {
         int kv_head = head - NUM_HEADS - (value ? NUM_KV_HEADS : 0);
-        float *entry = cache_row(value ? values : keys, layer, num_slots, slot, kv_head, position);
+        float *entry = (value ? values : keys) + cache_row(cache, slot, kv_head, position) * HEAD_DIM;
         entry[i] = low, entry[i + HALF] = high;
     }
 }
@@ -46,7 +40,7 @@ __global__ void rope_kernel(float *qkv, float *keys, float *values, const Batch 
 
 int cuda_rope(Model *m, int num_tokens, int layer) {
     return launch(m, "rope", rope_kernel, dim3(num_tokens, ceil_div(PAIRS, THREADS)), THREADS, 0, m->state.qkv,
-                  m->state.key_cache, m->state.value_cache, device_batch(m), layer, m->num_slots,
+                  m->state.key_cache, m->state.value_cache, device_batch(m), layer_cache(m, layer),
                   m->weights.rope_frequencies);
 }
 
