@@ -55,6 +55,11 @@ int host_begin(Model *m, int num_tokens) {
         CHECK_RANGE(slots, t, m->num_slots, "open the model with more sessions")
         CHECK_RANGE(positions, t, MAX_SEQ_LEN, "the context is full: build with a larger MAX_SEQ_LEN")
     }
+    int piece = (int)cache_sizes(&m->header, m->header.num_layers).max_piece;
+    for (int t = piece; NUM_HEADS && t < num_tokens; t++)
+        if (b->slots[t] == b->slots[t - piece] && b->positions[t] - b->positions[t - piece] >= piece)
+            return fail("batch: more than %d tokens of slot %d, expected no more in one step of a model with a window; "
+                        "send the rest in another", piece, b->slots[t]);
     for (int i = 0; i < b->num_logits; i++) CHECK_RANGE(logit_rows, i, num_tokens, "name tokens of this batch")
     b->fault = 0;
     if (NUM_HEADS && ROPE_KIND == ROPE_DEFAULT) host_fill_rope_table(m, num_tokens);
