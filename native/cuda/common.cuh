@@ -36,6 +36,9 @@ int cuda_gather_norm(Model *m, int num_logits);
 int cuda_lm_head(Model *m, int num_logits);
 int cuda_sample(Model *m, int num_logits);
 
+/* q_b and kv_b of ATTENTION_LATENT: from the latents of qkv to q and kv. */
+int cuda_latent_products(Model *m, int num_tokens, const Layer *layer);
+
 /* The scratch block: the step's batch, copied to the device by begin; the MoE's part; the dense products' and attention's. */
 int64_t cuda_moe_scratch_bytes();
 int64_t cuda_linear_scratch_bytes();
@@ -126,9 +129,20 @@ __device__ __forceinline__ uint32_t to_weights(float low, float high) {
 }
 
 /* The sum over the warp's lanes, in every lane, in one fixed order. */
-__device__ __forceinline__ float warp_sum(float value) {
+template <typename T> __device__ __forceinline__ T warp_sum(T value) {
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
+}
+
+/* The sum over a block of THREADS, in every thread, in an order that THREADS fixes. */
+template <int THREADS, typename T> __device__ T block_sum(T value) {
+    __shared__ T warps[THREADS / 32];
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    T sum = 0;
+    for (int warp = 0; warp < THREADS / 32; warp++) sum += warps[warp];
+    return sum;
 }
 
 __device__ __forceinline__ float warp_max(float value) {
