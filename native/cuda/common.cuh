@@ -28,6 +28,7 @@ int cuda_rope(Model *m, int num_tokens, int layer);
 int cuda_attention(Model *m, int num_tokens, int layer);
 int cuda_attention_out(Model *m, int num_tokens, const Layer *layer);
 int cuda_router(Model *m, int num_tokens, int layer, const float *input);
+int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
 int cuda_experts_down(Model *m, int num_tokens, const Layer *layer);
 int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual);
@@ -150,12 +151,29 @@ __device__ __forceinline__ float warp_max(float value) {
 }
 
 __device__ __forceinline__ float activate(float value) {
-#if ACTIVATION == ACTIVATION_SILU
-    return value / (1.0f + expf(-value));
-#elif ACTIVATION == ACTIVATION_GELU
+#if ACTIVATION == ACTIVATION_GELU
     return 0.5f * value * (1.0f + erff(value * 0.70710678f));
+#elif ACTIVATION == ACTIVATION_RELU
+    return value < 0.0f ? 0.0f : value; /* NaN stays NaN */
 #else
-    return fmaxf(value, 0.0f);
+    return value / (1.0f + expf(-value));
+#endif
+}
+
+/* The header's numbers of ACTIVATION_CLAMPED_SWIGLU. */
+struct Swiglu {
+    float alpha, limit;
+};
+inline Swiglu swiglu_of(const Model *m) { return {m->header.swiglu_alpha, m->header.swiglu_limit}; }
+
+/* A gated output of its two sums. */
+__device__ __forceinline__ float activate_gated(float gate, float up, const Swiglu &swiglu) {
+#if ACTIVATION == ACTIVATION_CLAMPED_SWIGLU
+    gate = gate > swiglu.limit ? swiglu.limit : gate; /* NaN stays NaN */
+    up = up > swiglu.limit ? swiglu.limit : up < -swiglu.limit ? -swiglu.limit : up;
+    return gate / (1.0f + expf(-swiglu.alpha * gate)) * (up + 1.0f);
+#else
+    return activate(gate) * up;
 #endif
 }
 
