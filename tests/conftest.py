@@ -26,7 +26,7 @@ def program(module, *arguments, environment=(), **options):
                           check=False, timeout=300, **options)
 
 
-def opened(path, context):
+def opened(path, context, num_slots=None):
     """The model's Engine on the host over a library that is built in seconds rather than for speed, for `context`."""
     from colibri import build
     from colibri.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ def opened(path, context):
     key = hashlib.sha256(config.encode()).hexdigest()[:12]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLIBRI_LIBRARY", str(ROOT / "build" / f"host-{key}" / "libcolibri.so"))
-        return Engine(path, backend="host")
+        return Engine(path, backend="host", num_slots=num_slots)
 
 
 @pytest.fixture(scope="session")
