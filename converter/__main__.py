@@ -67,6 +67,9 @@ def parser():
     p.add_argument("--activation", help="silu, gelu (exact) or relu")
     p.add_argument("--renormalize", action=argparse.BooleanOptionalAction,
                    help="divide the k weights by their sum, or not")
+    p.add_argument("--num-groups", type=int, help="groups of experts, of which a token chooses some (default: 1)")
+    p.add_argument("--topk-groups", type=int, help="groups that a token may choose from (default: 1)")
+    p.add_argument("--routed-scaling", type=float, help="factor of the k weights (default: 1)")
     p.add_argument("--dtype", choices=["keep", "f16", "bf16", "f32"], default="keep",
                    help="of the matrices (default: keep the checkpoint's; float64 becomes f32)")
     p.add_argument("--format", choices=["v2", "v1"], default="v2",
@@ -87,7 +90,7 @@ Plan = namedtuple("Plan", "input family fields bare where config eos tokenizer r
 
 def understand(options):
     """The Plan of a checkpoint, its tensors not yet sorted."""
-    flags = {"k": options.k, "activation": options.activation, "renormalize": options.renormalize}
+    flags = {field: getattr(options, field) for field in config.ASKED}
     settings = config.load(options.config, options.checkpoint)
     if v1.is_v1(options.checkpoint):
         others = config.missing_flags(settings, flags, ["activation", "renormalize"])
@@ -103,6 +106,7 @@ def understand(options):
     if bare:
         family, sizes = sources.bare_family(tensors, options.checkpoint)
         fields = config.bare_fields(family, sizes, settings, flags, unknown if options.inspect else None)
+        found.warnings.extend(config.doubts(family, settings, flags, options.checkpoint))
     else:
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)

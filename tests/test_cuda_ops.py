@@ -63,7 +63,8 @@ class Pair:
 
     def begin(self, rows, **values):
         for engine in (self.host, self.gpu):
-            for name, value in {"num_logits": rows, "logit_rows": range(rows), **values}.items():
+            for name, value in {"num_logits": rows, "logit_rows": range(rows), "slots": [0] * rows, "positions": [0] * rows,
+                                **values}.items():
                 field = engine._fields[name]
                 field[:len(value) if np.ndim(value) else 1] = value
             engine.run_op("begin", rows)
@@ -86,7 +87,7 @@ class Pair:
         """(slot, position) for every token, no two at the same place of a cache."""
         values = self.host.library.headers.cache_values(self.header)
         kept = values["ring"] if values["num_windowed"] else self.host.context
-        flat = self.rng.choice(self.host.num_slots * kept, rows, replace=False)
+        flat = np.sort(self.rng.choice(self.host.num_slots * kept, rows, replace=False))
         rounds = self.rng.integers(0, self.host.context // kept, rows)
         return {"slots": flat // kept, "positions": flat % kept + kept * rounds}
 

@@ -102,6 +102,23 @@ def test_what_would_compute_something_else_is_refused(name, change, message):
         sources.header_fields(Values({**config(name), **change}, name))
 
 
+@pytest.mark.parametrize(("name", "keys", "expected"), [
+    ("mixtral", ["rope_parameters"], {"rope_theta": 1e6}),
+    ("deepseek_v3", ["n_group", "topk_group", "routed_scaling_factor"],
+     {"num_groups": 8, "topk_groups": 4, "routed_scaling": 2.5})])
+def test_what_a_config_leaves_out_is_as_the_original_has_it(name, keys, expected):
+    left = {key: value for key, value in config(name).items() if key not in keys}
+    fields = sources.header_fields(Values(left, name))[1]
+    assert {key: fields[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])
+def test_names_of_fp8(fmt):
+    quantization = {"quant_method": "fp8", "fmt": fmt, "activation_scheme": "dynamic", "weight_block_size": [64, 32]}
+    values = {**config("minimax_m2"), "quantization_config": quantization}
+    assert sources.header_fields(Values(values, "case"))[1]["fp8_block"] == [64, 32]
+
+
 PT = Path(__file__).parent / "data" / "pt"
 MATRICES = {"experts_up": ("gate", "up"), "experts_down": ("down",), "experts_up_bias": ("gate_bias", "up_bias"),
             "experts_down_bias": ("down_bias",)}
