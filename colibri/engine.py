@@ -205,7 +205,7 @@ class Engine:
     def precapture(self):
         """Makes the graphs of decoding now rather than at the first steps that need them."""
         with self._open():
-            self.memory.precapture(self._address, self.num_layers)
+            self.memory.precapture(self._address)
 
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""

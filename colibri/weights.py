@@ -30,7 +30,7 @@ class HostMemory:
       read(address, shape, dtype)  -> array with what lies there, valid until the next step
       write(address, array) puts a C-contiguous array there
       pin(array)            makes copies from a caller's array as fast as they can be, until close(); returns it
-      precapture(model, num_layers)  makes a GPU's graphs for decoding ahead; an error on the host
+      precapture(model)     makes a GPU's graphs for decoding ahead; an error on the host
       close()               gives everything back; nothing is used afterwards
       read_bandwidth(checkpoint, threads)  -> bytes a second that this memory can be read with, measured now
       figures()             -> what a run's figures say about this memory, {} or {"device": {...}}
@@ -73,7 +73,7 @@ class HostMemory:
     def pin(self, array):
         return array
 
-    def precapture(self, model, num_layers):
+    def precapture(self, model):
         _needs_gpu("--precapture: given")
 
     def close(self):
