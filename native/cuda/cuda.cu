@@ -1,6 +1,4 @@
 /* The CUDA backend's table. */
-#include <cmath>
-
 #include "common.cuh"
 
 #define TEXT_(x) #x
@@ -10,24 +8,8 @@ static const char *name() {
     return "cuda sm_" TEXT(CUDA_ARCH) ", CUDA " TEXT(__CUDACC_VER_MAJOR__) "." TEXT(__CUDACC_VER_MINOR__);
 }
 
-/* What only the host can do so far. */
-static int check(const Model *m) {
-    const BinHeader &h = m->header;
-    const bool plain_attention = ATTENTION_KIND == ATTENTION_GQA && QK_NORM == QK_NORM_NONE && !SINKS &&
-                                 ROTARY_DIM == HEAD_DIM && !h.qkv_bias && !h.attention_out_bias && !h.window &&
-                                 h.clip_qkv == 0 && (!NUM_HEADS || h.rope_attention_factor == 1) &&
-                                 (!NUM_HEADS || std::fabs(h.attention_scale * std::sqrt((double)HEAD_DIM) - 1) < 1e-6);
-    const bool plain_rest = NORM_KIND != NORM_LAYER && !h.lm_head_bias && h.residual_multiplier == 1 &&
-                            (!NUM_HEADS || (h.embedding_multiplier == 1 && h.logits_multiplier == 1 &&
-                                            h.final_norm_eps == h.norm_eps));
-    if (plain_attention && plain_rest) return 0;
-    return fail("backend: cuda does not compute this model's %s yet, expected the host; run it with --backend host",
-                !plain_attention ? "attention" : "norms or multipliers");
-}
-
 extern "C" const Ops cuda_ops = {
-    .name = name, .scratch_bytes = cuda_scratch_bytes, .check = check, .begin = cuda_begin,
-    .embed = cuda_embed,
+    .name = name, .scratch_bytes = cuda_scratch_bytes, .begin = cuda_begin, .embed = cuda_embed,
 #if NUM_HEADS
     .norm = cuda_norm, .qkv = cuda_qkv,
 #if ATTENTION_KIND == ATTENTION_GQA

@@ -237,6 +237,9 @@ linear_kernel(float *out, const weight_t *weight, const float *bias, float scale
             load_weights<S>(w[d], rows, begin + threadIdx.x % 4 * 4 + d * STEP, min(begin + S::WARP_COLUMNS, S::COLUMNS));
     };
     prefetch();
+    int row = panel * PANEL_ROWS + threadIdx.x % PANEL_ROWS;
+    bias = bias && row < S::ROWS ? bias + row : nullptr;
+    if (bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias));
     pdl_wait();
     pdl_trigger();
     int first = blockIdx.y * MAX_TILES * TILE, num_tokens = min(*num_rows - first, MAX_TILES * TILE);
@@ -256,8 +259,7 @@ linear_kernel(float *out, const weight_t *weight, const float *bias, float scale
         write_gated<S, TILES>(out + (int64_t)first * S::GATED_OUTPUTS, total, panel, num_tokens, swiglu);
         return;
     }
-    int row = panel * PANEL_ROWS + threadIdx.x % PANEL_ROWS;
-    float constant = bias && row < S::ROWS ? bias[row] : 0.0f;
+    float constant = bias ? *bias : 0.0f;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
         for (int i = 0; i < 2; i++) {
