@@ -8,7 +8,19 @@ import gpu_model
 import numpy as np
 import pytest
 import reference
-from reference import BF16, CLAMPED_SWIGLU, F16, GELU, RELU, ROUTERS, SIGMOID, SPARSEMIXER, TOPK_SOFTMAX, fields
+from reference import (
+    BF16,
+    CLAMPED_SWIGLU,
+    F16,
+    GELU,
+    RELU,
+    ROUTERS,
+    SIGMOID,
+    SPARSEMIXER,
+    TOPK_SOFTMAX,
+    fields,
+)
+from test_routing import beyond_f16
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +52,8 @@ TOLERANCE = {F16: 2e-3, BF16: 1e-2}
 
 def build_all():
     """All libraries at once, for each is a compilation."""
-    models = [(model_of(name), extra) for name, extra in CASES] + [(router_config(name), "") for name in ROUTERS]
+    models = [(model_of(name), extra) for name, extra in CASES]
+    models += [(router_config(name), "") for name in ROUTERS] + [(beyond_f16(), "")]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda case: gpu_model.library_file(case[1], **gpu_model.baked(case[0])), models))
 
@@ -202,6 +215,15 @@ def test_router_on_random_and_tied_logits(name):
             assert np.allclose(weights[t], expected[1], rtol=3e-5, atol=1e-7)
         check_lists(gpu, ids, num_experts)
         assert gpu.batch["fault"] == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100])
+def test_an_output_beyond_f16_is_kept(num_tokens):
+    gpu = gpu_model.GpuModel(beyond_f16())
+    x = gpu.moe(np.ones((num_tokens, 2), np.float32))
+    assert np.all(gpu.read("expert_out", num_tokens * 2)[1::2, 0] == 1e5)
+    assert np.allclose(x, [1e4, 0], rtol=2e-6)
+    gpu.close()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20, 300])
