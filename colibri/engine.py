@@ -55,17 +55,28 @@ class Engine:
         self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
         if dispatch not in (None, *DISPATCH):
             raise ColibriError(f"--dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
+        try:
+            self._place(memory, dispatch)
+        except ColibriError as error:
+            if backend != "auto" or dispatch or memory is HostMemory:
+                raise
+            self.why_host = str(error)
+            self.library = open_library(self.checkpoint, "host", build)
+            self._place(HostMemory, dispatch)
+        self._free_slots = list(range(self.num_slots))[::-1]
+        self.path = self.library.path(self.memory.code).decode()
+        whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
+        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit"))
+        self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
+
+    def _place(self, memory, dispatch):
+        """Opens a backend's memory and puts the model there."""
         self.memory = memory(self.library, dispatch)
         try:
             self._bind()
         except BaseException:
             self.memory.close()
             raise
-        self._free_slots = list(range(self.num_slots))[::-1]
-        self.path = self.library.path(self.memory.code).decode()
-        whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
-        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit"))
-        self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
 
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""
@@ -148,7 +159,7 @@ class Engine:
         with self._open(), np.errstate(over="ignore"):  # what float32 cannot hold shows in the result
             for start in range(0, len(x), self.max_tokens):
                 rows = np.ascontiguousarray(x[start:start + self.max_tokens], np.float32)
-                self.write("x", rows)
+                self._fields["input"][0] = self.memory.visible(rows)
                 self._fields["num_tokens"][0] = len(rows)
                 self._fields["num_logits"][0] = 0
                 self._run(self.library.forward_stack, len(rows))
@@ -195,7 +206,7 @@ class Engine:
             self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
     def pin(self, array):
-        """Page-locks a C-contiguous array that steps read from, until close(): a GPU then copies it without staging.
+        """Page-locks a C-contiguous array, until close(): a GPU's steps then read a float32 input where it lies.
 
         The caller keeps the array until then. Returns it.
         """
@@ -208,7 +219,7 @@ class Engine:
     def precapture(self):
         """Makes the graphs of decoding now rather than at the first steps that need them."""
         with self._open():
-            self.memory.precapture(self._address, self.num_layers)
+            self.memory.precapture(self._address)
 
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""
@@ -396,7 +407,9 @@ def load_library(checkpoint, backend, build_missing):
     if backend != "host":
         from colibri import device  # imports cuda.bindings: not on the host's way
         try:
-            library = open_library(checkpoint, device.arch(), build_missing)
+            arch = device.arch()
+            device.check_weights(checkpoint)
+            library = open_library(checkpoint, arch, build_missing)
             device.check_library(library)
             return library, device.DeviceMemory, ""
         except ColibriError as error:

@@ -21,7 +21,8 @@ from colibri.native import Library
 
 ROOT = NATIVE.parent
 BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "weight_dtype",
-         "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups")
+         "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups",
+         "expert_bias")
 BARE = fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
 
 

@@ -9,9 +9,9 @@ static const char *name() {
 }
 
 extern "C" const Ops cuda_ops = {
-    .name = name, .scratch_bytes = cuda_scratch_bytes, .begin = cuda_begin,
+    .name = name, .scratch_bytes = cuda_scratch_bytes, .begin = cuda_begin, .embed = cuda_embed,
 #if NUM_HEADS
-    .embed = cuda_embed, .norm = cuda_norm, .qkv = cuda_qkv,
+    .norm = cuda_norm, .qkv = cuda_qkv,
 #if ATTENTION_KIND == ATTENTION_GQA
     .queries = nullptr,
 #else
@@ -19,7 +19,7 @@ extern "C" const Ops cuda_ops = {
 #endif
     .rope = cuda_rope, .attention = cuda_attention, .attention_out = cuda_attention_out,
 #else
-    .embed = nullptr, .norm = nullptr, .qkv = nullptr, .queries = nullptr, .rope = nullptr, .attention = nullptr,
+    .norm = nullptr, .qkv = nullptr, .queries = nullptr, .rope = nullptr, .attention = nullptr,
     .attention_out = nullptr,
 #endif
     .router = cuda_router,
