@@ -41,14 +41,13 @@ def zeros():
 def basics(c, **fields):
     """Every header field of the plainest family, GQA with RMS norms, then `fields` in their place."""
     hidden, num_heads = c.need("hidden_size|d_model"), c.need("num_attention_heads|n_heads")
-    layers = c.need("num_hidden_layers|n_layers")
-    if not (1 <= layers <= MAX_LAYERS and num_heads):
-        raise c.bad("num_hidden_layers", layers, f"1 to {MAX_LAYERS}, and at least one head")
+    if not num_heads:
+        raise c.bad("num_attention_heads", num_heads, "at least one")
     head_dim = fields.get("head_dim") or c.get("head_dim") or hidden // num_heads
     eps = fields.pop("norm_eps", None) or c.need("rms_norm_eps", float)
     base = {
         **zeros(), **PLAIN,
-        "num_layers": layers, "hidden": hidden, "num_heads": num_heads, "head_dim": head_dim, "v_head_dim": head_dim,
+        "num_layers": num_layers(c), "hidden": hidden, "num_heads": num_heads, "head_dim": head_dim, "v_head_dim": head_dim,
         "num_kv_heads": c.get("num_key_value_heads", default=num_heads), "vocab_size": c.need("vocab_size"),
         "max_positions": c.need("max_position_embeddings|max_seq_len"), "activation": activation(c),
         "attention_scale": head_dim ** -0.5, "norm_kind": NORM_RMS, "norm_eps": eps, "final_norm_eps": eps,
@@ -63,6 +62,14 @@ def basics(c, **fields):
     return {**base, **rotary, **fields}
 
 
+def num_layers(c):
+    """Checked at once: lists as long as this are made of it."""
+    layers = c.need("num_hidden_layers|n_layers")
+    if not 1 <= layers <= MAX_LAYERS:
+        raise c.bad("num_hidden_layers", layers, f"1 to {MAX_LAYERS}")
+    return layers
+
+
 def activation(c):
     name = c.get("hidden_act|activation_function|ffn_config.ffn_act_fn.name|activation", str, "silu")
     if name not in ACTIVATIONS:
@@ -74,8 +81,8 @@ def window(c, size, layers=None):
     """The sliding window, on all layers, or on those that layer_types calls so."""
     types = c.get("layer_types", list)
     if types is None:
-        types = layers or ["sliding_attention"] * c.need("num_hidden_layers")
-    if len(types) != c.need("num_hidden_layers") or not {*map(str, types)} <= {"sliding_attention", "full_attention"}:
+        types = layers or ["sliding_attention"] * num_layers(c)
+    if len(types) != num_layers(c) or not {*map(str, types)} <= {"sliding_attention", "full_attention"}:
         raise c.bad("layer_types", types, "sliding_attention or full_attention for each layer")
     sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
     if sliding and not size:
@@ -83,10 +90,14 @@ def window(c, size, layers=None):
     return {"window": size, "window_layers": sliding} if sliding else {}
 
 
+def first_dense(c, default):
+    return [*range(min(c.get("first_k_dense_replace", default=default), num_layers(c)))]
+
+
 def dense_layers(c):
     """Qwen's choice of dense layers."""
     step, listed = c.get("decoder_sparse_step", default=1), c.get("mlp_only_layers", list, [])
-    return [i for i in range(c.need("num_hidden_layers")) if i in listed or not step or (i + 1) % step]
+    return [i for i in range(num_layers(c)) if i in listed or not step or (i + 1) % step]
 
 
 def bias(c, key="attention_bias", default=False):
@@ -117,7 +128,7 @@ def olmoe(c):
 
 def qwen2_moe(c):
     alternate = ["sliding_attention" if i % 2 == 0 and i < c.get("max_window_layers", default=28) else "full_attention"
-                 for i in range(c.need("num_hidden_layers"))]
+                 for i in range(num_layers(c))]
     sliding = window(c, c.get("sliding_window", default=4096), alternate) if c.flag("use_sliding_window") else {}
     return basics(c, ffn=c.need("moe_intermediate_size"), renormalize=c.flag("norm_topk_prob"),
                   qkv_bias=c.flag("qkv_bias", True), dense_layers=dense_layers(c),
@@ -150,7 +161,7 @@ def gpt_oss(c):
     if not c.get("rope_scaling|rope_parameters", dict):
         c = Values({**c.values, "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False,
                                                     "original_max_position_embeddings": 4096}}, c.where)
-    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(c.need("num_hidden_layers"))]
+    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
     return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_TOPK_SOFTMAX, router_logit_bias=1,
                   expert_bias=1, activation=ACTIVATION_CLAMPED, swiglu_alpha=c.get("swiglu_alpha", float, 1.702),
                   swiglu_limit=c.get("swiglu_limit", float, 7.0), sinks=1, rope_theta=150000.0,
@@ -174,7 +185,7 @@ def deepseek(c, num_groups=1, topk_groups=1, routed_scaling=1.0, **fields):
                   topk_groups=c.get("topk_group", default=topk_groups),
                   routed_scaling=c.get("routed_scaling_factor", float, routed_scaling),
                   dense_ffn=c.need("intermediate_size"), shared_ffn=ffn * c.get("n_shared_experts", default=0),
-                  dense_layers=[*range(c.get("first_k_dense_replace", default=0))], **fields)
+                  dense_layers=first_dense(c, 0), **fields)
 
 
 def deepseek_v2(c):
@@ -196,12 +207,12 @@ def glm4_moe(c):
                   topk_groups=c.get("topk_group", default=1), routed_scaling=c.get("routed_scaling_factor", float, 1.0),
                   qkv_bias=c.flag("attention_bias"),
                   qk_norm=QK_NORM_HEAD * c.flag("use_qk_norm"), rope_partial=0.5, dense_ffn=c.need("intermediate_size"),
-                  dense_layers=[*range(c.get("first_k_dense_replace", default=1))],
+                  dense_layers=first_dense(c, 1),
                   shared_ffn=ffn * c.get("n_shared_experts", default=1))
 
 
 def ernie4_5_moe(c):
-    layers, ffn = c.need("num_hidden_layers"), c.need("moe_intermediate_size")
+    layers, ffn = num_layers(c), c.need("moe_intermediate_size")
     first, step = c.get("moe_layer_start_index", default=1), c.get("moe_layer_interval", default=1)
     last = c.values.get("moe_layer_end_index", -1)
     last = layers - 1 if last == -1 else c.need("moe_layer_end_index")

@@ -319,11 +319,46 @@ def test_inspect_tells_what_is_missing(capsys, tmp_path):
     assert "a choice of --k, a choice of --activation" in capsys.readouterr().out
 
 
+def inspected(capsys, *arguments):
+    assert converter.main([*map(str, arguments), "--inspect", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_inspect_lists_files_that_are_missing(capsys, tmp_path):
+    figures = inspected(capsys, DATA / "pt" / "deepspeed_missing")
+    assert figures["missing"][:3] == ["a choice of --k", "a choice of --activation",
+                                      "a choice of --renormalize or --no-renormalize"]
+    assert figures["missing"][3] == "layer_1_expert_7_mp_rank_00_model_states.pt"
+    assert (figures["family"], figures["layers"], figures["experts"]) == ("deepspeed", 2, 12)
+    folder = shutil.copytree(FAMILY / "mixtral", tmp_path / "model")
+    (folder / "model-00003-of-00011.safetensors").unlink()
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    lost = {name for name, shard in weight_map.items() if shard == "model-00003-of-00011.safetensors"}
+    missing = inspected(capsys, folder)["missing"]
+    assert missing[0] == "model-00003-of-00011.safetensors" and set(missing[1:]) == lost
+
+
 def test_a_model_larger_than_the_memory_does_not_fit(capsys, monkeypatch):
     from converter import inspection
+    assert inspected(capsys, FAMILY / "mixtral")["fits"] is True
     monkeypatch.setattr(inspection, "_memory_bytes", lambda: 1 << 20)
-    assert converter.main([str(FAMILY / "mixtral"), "--inspect", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert inspected(capsys, FAMILY / "mixtral")["fits"] is False
+
+
+@pytest.mark.parametrize("tool, name, memory, fits", [
+    (None, "qwen3_moe", None, None), ("echo 143771; echo 1", "qwen3_moe", 143771 << 20, True),
+    ("echo 1", "qwen3_moe", 1 << 20, False), ("echo 143771", "mixtral", 143771 << 20, False),  # f32
+    ("exit 9", "qwen3_moe", None, None), ("echo none", "qwen3_moe", None, None)])
+def test_whether_a_model_fits_the_gpu(capsys, monkeypatch, tmp_path, tool, name, memory, fits):
+    if tool:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    figures = inspected(capsys, FAMILY / name)
+    assert (figures["gpu_memory_bytes"], figures["fits_gpu"]) == (memory, fits)
+    assert converter.main([str(FAMILY / name), "--inspect"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fits this GPU:"))
+    assert line.split(":")[1].strip() == ("none found" if memory is None else "yes" if fits else "no")
 
 
 @pytest.mark.parametrize("arguments, cause", [
