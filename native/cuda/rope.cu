@@ -17,8 +17,7 @@ constexpr int heads_of_block() {
 }
 constexpr int HEADS = heads_of_block();
 constexpr int THREADS = HEADS * PAIRS < 1024 ? round_up(HEADS * PAIRS, 32) : 1024;
-constexpr int PER_THREAD = ceil_div(HEADS * PAIRS, THREADS);            /* pairs of q or k ... */
-constexpr int VALUES_PER_THREAD = ceil_div(HEADS * V_HEAD_DIM, THREADS); /* ... or values of v */
+constexpr int PER_THREAD = ceil_div(HEADS * PAIRS, THREADS);
 constexpr int Q_BLOCKS = ceil_div(NUM_HEADS, HEADS), KV_BLOCKS = ceil_div(NUM_KV_HEADS, HEADS);
 
 struct Arguments {
@@ -54,34 +53,23 @@ __device__ const float *source(const Arguments &a, int token, bool is_q, int hea
     return a.kv + (int64_t)token * KV_B_ROWS + head * NOPE_DIM + dim - ROTARY_DIM;
 }
 
-/* What a thread takes from the weights, for each of its pairs. */
-struct Constants {
-    float frequency[PER_THREAD];
-    float2 norm[PER_THREAD];
-};
-
-__device__ void read_constants(Constants &c, const float *frequencies, const float *norm, int count) {
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        int pair = (threadIdx.x + i * THREADS) % PAIRS, head = (threadIdx.x + i * THREADS) / PAIRS;
-        c.frequency[i] = pair < HALF ? frequencies[pair] : 0.0f;
-        if (QK_NORM == QK_NORM_NONE || !norm || head >= count) continue;
-        c.norm[i] = {norm[head * HEAD_DIM + first_of(pair)], norm[head * HEAD_DIM + second_of(pair)]};
-    }
-}
-
 /* The norm of `count` heads: over each by itself where blocks have one head, else over all of them. */
-__device__ void norm_heads(float2 (&x)[PER_THREAD], const float2 (&weight)[PER_THREAD], int count, float eps) {
+__device__ void norm_heads(float2 (&x)[PER_THREAD], const float *weight, int count, float eps) {
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) squares += x[i].x * x[i].x + x[i].y * x[i].y;
     float scale = 1.0f / sqrtf(block_sum<THREADS>(squares) / (count * HEAD_DIM) + eps);
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) x[i] = {x[i].x * scale * weight[i].x, x[i].y * scale * weight[i].y};
+    for (int i = 0; i < PER_THREAD; i++) {
+        int pair = threadIdx.x + i * THREADS, head = pair / PAIRS;
+        if (head >= count) continue;
+        x[i].x *= scale * weight[head * HEAD_DIM + first_of(pair % PAIRS)];
+        x[i].y *= scale * weight[head * HEAD_DIM + second_of(pair % PAIRS)];
+    }
 }
 
 /* `count` heads of q or k of one token. */
-__device__ void query_or_key(const Arguments &a, const Constants &c, int token, bool is_q, int first_head, int count) {
+__device__ void query_or_key(const Arguments &a, int token, bool is_q, int first_head, int count) {
     const bool whole = is_q || ATTENTION_KIND != ATTENTION_LATENT;
     int position = a.batch->positions[token], slot = a.batch->slots[token];
     float2 x[PER_THREAD];
@@ -93,14 +81,14 @@ __device__ void query_or_key(const Arguments &a, const Constants &c, int token, 
         x[i].x = *source(a, token, is_q, first_head + head, first_of(pair % PAIRS));
         x[i].y = *source(a, token, is_q, first_head + head, second_of(pair % PAIRS));
     }
-    if (QK_NORM != QK_NORM_NONE && whole) norm_heads(x, c.norm, count, a.eps);
+    if (QK_NORM != QK_NORM_NONE && whole) norm_heads(x, is_q ? a.q_norm : a.k_norm, count, a.eps);
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
         int pair = threadIdx.x + i * THREADS, head = first_head + pair / PAIRS;
         if (pair / PAIRS >= count) continue;
         pair %= PAIRS;
         if (whole) x[i] = {clipped(x[i].x, a.clip), clipped(x[i].y, a.clip)};
-        if (pair < HALF) rotate(x[i], position, c.frequency[i], a.factor);
+        if (pair < HALF) rotate(x[i], position, a.frequencies[pair], a.factor);
         if (whole) {
             *const_cast<float *>(source(a, token, is_q, head, first_of(pair))) = x[i].x;
             *const_cast<float *>(source(a, token, is_q, head, second_of(pair))) = x[i].y;
@@ -116,34 +104,25 @@ __device__ void value_heads(const Arguments &a, int token, int first_head, int c
     int position = a.batch->positions[token], slot = a.batch->slots[token];
     float *row = a.qkv + (int64_t)token * QKV_ROWS + QKV_ROWS - NUM_KV_HEADS * HEAD_DIM;
     const float *from = latent ? a.kv + (int64_t)token * KV_B_ROWS + NUM_HEADS * NOPE_DIM : row;
-    float x[VALUES_PER_THREAD];
-#pragma unroll
-    for (int i = 0; i < VALUES_PER_THREAD; i++) {
-        int value = threadIdx.x + i * THREADS;
-        if (value < count * V_HEAD_DIM) x[i] = from[first_head * V_HEAD_DIM + value];
-    }
-#pragma unroll
-    for (int i = 0; i < VALUES_PER_THREAD; i++) {
-        int value = threadIdx.x + i * THREADS, head = first_head + value / V_HEAD_DIM, dim = value % V_HEAD_DIM;
-        if (value >= count * V_HEAD_DIM) continue;
-        if (!latent && a.clip > 0.0f) row[head * V_HEAD_DIM + dim] = x[i] = clipped(x[i], a.clip);
-        a.values[cache_row(a.cache, slot, head, position) * V_HEAD_DIM + dim] = x[i];
+    for (int i = threadIdx.x; i < count * V_HEAD_DIM; i += THREADS) {
+        int head = first_head + i / V_HEAD_DIM, dim = i % V_HEAD_DIM;
+        float value = from[head * V_HEAD_DIM + dim];
+        if (!latent && a.clip > 0.0f) row[head * V_HEAD_DIM + dim] = value = clipped(value, a.clip);
+        a.values[cache_row(a.cache, slot, head, position) * V_HEAD_DIM + dim] = value;
     }
 }
 
 /* Grid: (tokens, blocks of q's heads, then of k's, then of v's). */
 __global__ void __launch_bounds__(THREADS) rope_kernel(Arguments a) {
+    pdl_wait();
+    pdl_trigger();
     int token = blockIdx.x, block = blockIdx.y;
+    if (token >= a.batch->num_tokens) return;
     bool is_q = block < Q_BLOCKS, is_v = block >= Q_BLOCKS + KV_BLOCKS;
     int first_head = HEADS * (is_q ? block : (block - Q_BLOCKS) % KV_BLOCKS);
     int count = min(HEADS, (is_q ? NUM_HEADS : NUM_KV_HEADS) - first_head);
-    Constants constants = {};
-    if (!is_v) read_constants(constants, a.frequencies, is_q ? a.q_norm : a.k_norm, count);
-    pdl_wait();
-    pdl_trigger();
-    if (token >= a.batch->num_tokens) return;
     if (is_v) value_heads(a, token, first_head, count);
-    else query_or_key(a, constants, token, is_q, first_head, count);
+    else query_or_key(a, token, is_q, first_head, count);
 }
 
 } // namespace
