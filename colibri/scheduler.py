@@ -26,7 +26,8 @@ class Scheduler:
     """
 
     def __init__(self, engine, queue_size, prefill_chunk, deliver):
-        self.engine, self.queue_size, self.prefill_chunk = engine, queue_size, prefill_chunk
+        self.engine, self.queue_size = engine, queue_size
+        self.prefill_chunk = min(prefill_chunk, engine.max_piece)  # a call each, which has succeeded or not
         self.steps = {"prefill": 0, "decode": 0}
         self.step_began = None         # monotonic seconds, while a step runs
         self.failure = None            # why the thread ended, if by itself
@@ -207,7 +208,8 @@ class Scheduler:
         """
         if self.prefill_chunk > STEP_TOKENS:
             return self.prefill_chunk
-        return max(self.prefill_chunk, min(len(self._running), STEP_TOKENS)) if self._running else STEP_TOKENS
+        wanted = max(self.prefill_chunk, len(self._running)) if self._running else STEP_TOKENS
+        return min(wanted, STEP_TOKENS, self.engine.max_piece)
 
     def _prefill(self):
         """One call: the next chunk of the oldest prompt, with those of others where all are short."""
