@@ -55,8 +55,8 @@ def write_shards(folder, num_layers):
         with open(folder / files[number], "wb") as file:
             text = json.dumps(header).encode()
             file.write(len(text).to_bytes(8, "little") + text)
-            for key, entry in enumerate(header.values()):
-                file.write(np.roll(noise, key)[:math.prod(entry["shape"])].tobytes())
+            file.writelines(np.roll(noise, key)[:math.prod(entry["shape"])].tobytes()
+                            for key, entry in enumerate(header.values()))
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {name: files[number] for name, number in home.items()}}))
 

@@ -330,8 +330,8 @@ def doubts(family, c, flags, where):
     flags = missing_flags(c, flags, ["num_groups", "topk_groups", "routed_scaling"])
     if len(flags) < 3 or not set(family.name.split("/")) <= {"deepseek_v2", "deepseek_v3", "glm4_moe"}:
         return []
-    return [f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if it does "
-            f"otherwise, give {', '.join(flags)}"]
+    return [(f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if it does "
+             f"otherwise, give {', '.join(flags)}")]
 
 
 def missing_flags(c, flags, fields):

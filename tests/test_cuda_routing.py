@@ -7,7 +7,17 @@ import gpu_model
 import numpy as np
 import pytest
 from synthetic import DENSE, write_model
-from test_routing import HIDDEN, ORACLES, TIED, model_beyond_f16, model_for, model_of, near, tied_logits, token
+from test_routing import (
+    HIDDEN,
+    ORACLES,
+    TIED,
+    model_beyond_f16,
+    model_for,
+    model_of,
+    near,
+    tied_logits,
+    token,
+)
 
 from colibri.engine import Engine
 
@@ -78,7 +88,7 @@ def engine(tmp_path_factory):
 
 @pytest.mark.parametrize("position", [15, 60, 1000])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(engine, position):
-    """Within one choice of kernel, which goes by the number of tokens: alone beside 3 and beside 31 others of one token."""
+    """Of one token in a step, alone, beside 3 and beside 31 others: so few that the same kernels run."""
     generator = np.random.default_rng(position)
     prompts = [generator.integers(0, 256, length) for length in (position, *generator.integers(1, 70, 31))]
     rows = []
