@@ -107,7 +107,7 @@ def understand(options):
     if bare:
         family, sizes = sources.bare_family(tensors, options.checkpoint)
         fields = config.bare_fields(family, sizes, settings, flags, unknown)
-        found.warnings.extend(config.doubts(family, settings, flags, options.checkpoint))
+        found.warnings.extend(sources.doubts(family, settings, flags, options.checkpoint))
     else:
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)
