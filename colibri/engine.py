@@ -1,6 +1,7 @@
 """Engine: a loaded model. Session: one KV-cache timeline in it, with prefill, decode and generate."""
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ DISPATCH = ("device", "combo", "dynamic")  # colibri.device knows what they are
 MAX_THREADS = 256
 THREADS_PER_PROCESSOR = 4  # at most; more only take memory, until there is none for another's stack
 MAX_SLOTS = 1 << 16
+DRAWS = 64  # of a seed that are made at a time
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # without one of them, not even asking the driver can succeed
 
 Sampler = namedtuple("Sampler", "temperature top_k top_p seed", defaults=(0.0, 0, 1.0, 0))
@@ -105,32 +107,46 @@ class Engine:
                                    "close one, or load the engine with more slots")
             return Session(self, self._free_slots.pop())
 
+    @property
+    def num_free_slots(self):
+        return len(self._free_slots)
+
     def step(self, work, samplers=None, every=False):
         """Appends tokens to sessions, all of them in as few library calls as the tokens fit in.
 
         work:     [(session, tokens)], each session once, tokens at least one int of the vocabulary
-        samplers: None, or one Sampler for each session
+        samplers: None, or for each session a Sampler, or None where its next token is not wanted
         every:    logits after every token, not only after each session's last
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         """
         with self._open():
             work = self._check_work(work)
-            samplers = _check_samplers(samplers, len(work))
-            pending, num_rows = [], 0
-            for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
-                pending.append((session, tokens, sampler, num_rows))
-                num_rows += len(tokens) if every else 1
-            results = (np.empty(num_rows, np.int32) if samplers else
-                       np.empty((num_rows, self.checkpoint.header["vocab_size"]), np.float32))
-            while pending:
-                pending, num_tokens, rows, taken = self._fill(pending, every)
-                self._run(self.library.forward, num_tokens, len(rows))
-                if rows:
-                    results[rows] = self._fields["sampled"][:len(rows)] if samplers else self.state("logits", len(rows))
-                    _check_finite("step: the logits", results[rows], rows)
-                for session, count in taken:
-                    session.length += count
-        return results.tolist() if samplers else results
+            return self._step(work, _check_samplers(samplers, len(work)), every)
+
+    def advance(self, work, samplers):
+        """step() for a caller whose sessions, tokens and samplers are checked already: what no step() has to find out."""
+        with self._open():
+            return self._step(work, samplers, False)
+
+    def _step(self, work, samplers, every):
+        pending, num_rows, is_sampled = [], 0, samplers is not None
+        for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
+            pending.append((session, tokens, sampler, num_rows))
+            num_rows += len(tokens) if every else 1
+        results = ([None] * num_rows if is_sampled else
+                   np.empty((num_rows, self.checkpoint.header["vocab_size"]), np.float32))
+        while pending:
+            pending, num_tokens, rows, taken = self._fill(pending, is_sampled, every)
+            self._run(self.library.forward, num_tokens, len(rows))
+            if is_sampled:
+                for row, token in zip(rows, self._fields["sampled"][:len(rows)].tolist()):
+                    results[row] = token
+            elif rows:
+                results[rows] = self.state("logits", len(rows))
+                _check_finite("step: the logits", results[rows], rows)
+            for session, count in taken:
+                session.length += count
+        return results
 
     def stack(self, x):
         """Runs states x (num_tokens, hidden) through a bare stack of MoE layers; returns float32 of its shape."""
@@ -275,42 +291,55 @@ class Engine:
         self.room(session.length + len(tokens))
         return tokens
 
-    def _fill(self, pending, every):
+    def _fill(self, pending, is_sampled, every):
         """Fills the batch with as many tokens as fit, of no session more than its cache bears.
 
-        pending: [(session, tokens, sampler or None, row of the result for the first logits)]
+        pending: [(session, tokens, sampler or None, row of the result for its first logits)]
         Returns what is left of it, the number of tokens, the rows of the result that the logits are, and what it took.
         """
-        fields, left, rows, taken = self._fields, [], [], []
+        left, taken, tokens, places, rows, drawn = [], [], [], [], [], []
         num_tokens = 0
-        for session, tokens, sampler, row in pending:
-            count = min(len(tokens), self._max_piece, self.max_tokens - num_tokens)
-            wanted = count if every else int(count == len(tokens))
-            if count < len(tokens):
-                left.append((session, tokens[count:], sampler, row + wanted))
-            if count == 0:
-                continue
-            part = slice(num_tokens, num_tokens + count)
-            fields["tokens"][part] = tokens[:count]
-            fields["positions"][part] = self._positions[session.length:session.length + count]
-            fields["slots"][part] = session.slot
-            num_tokens += count
-            taken.append((session, count))
-            for i in range(wanted):
-                fields["logit_rows"][len(rows)] = num_tokens - wanted + i
-                if sampler:
-                    self._set_sampler(len(rows), sampler, session.length + count - wanted + i + 1)
-                rows.append(row + i)
-        fields["num_tokens"][0], fields["num_logits"][0] = num_tokens, len(rows)
-        fields["sample"][0] = pending[0][2] is not None
+        for session, rest, sampler, row in pending:
+            count = min(len(rest), self._max_piece, self.max_tokens - num_tokens)
+            if count:
+                tokens.append(rest[:count])
+                num_tokens += count
+                taken.append((session, count))
+            if every:
+                places += range(num_tokens - count, num_tokens)
+                rows += range(row, row + count)
+            elif count == len(rest) and (sampler or not is_sampled):
+                places.append(num_tokens - 1)
+                rows.append(row)
+                drawn.append((sampler, session.length + count))
+            if count < len(rest):
+                left.append((session, rest[count:], sampler, row + count if every else row))
+        self._set_tokens(taken, tokens, num_tokens)
+        fields = self._fields
+        fields["logit_rows"][:len(places)] = places
+        fields["num_tokens"][0], fields["num_logits"][0], fields["sample"][0] = num_tokens, len(rows), is_sampled
+        if is_sampled:
+            self._set_samplers(drawn)
         return left, num_tokens, rows, taken
 
-    def _set_sampler(self, row, sampler, position):
-        fields = self._fields
-        fields["temperature"][row] = sampler.temperature
-        fields["top_k"][row] = sampler.top_k
-        fields["top_p"][row] = sampler.top_p
-        fields["uniform"][row] = draw(sampler.seed, position) if sampler.temperature > 0 else 0
+    def _set_tokens(self, taken, tokens, num_tokens):
+        """taken: [(session, how many tokens)], tokens: [those]"""
+        slots, lengths = [session.slot for session, _ in taken], [session.length for session, _ in taken]
+        if num_tokens > len(taken):  # else it is decoding, for which lists are faster
+            counts = [count for _, count in taken]
+            tokens, slots = np.concatenate(tokens), np.repeat(slots, counts)
+            lengths = np.concatenate([self._positions[start:start + count] for start, count in zip(lengths, counts)])
+        else:
+            tokens = [token for token, in tokens]
+        for name, values in (("tokens", tokens), ("positions", lengths), ("slots", slots)):
+            self._fields[name][:num_tokens] = values
+
+    def _set_samplers(self, drawn):
+        """drawn: [(sampler, the position that its token will have)]"""
+        for name in ("temperature", "top_k", "top_p"):
+            self._fields[name][:len(drawn)] = [getattr(sampler, name) for sampler, _ in drawn]
+        self._fields["uniform"][:len(drawn)] = [draw(sampler.seed, position) if sampler.temperature > 0 else 0
+                                                for sampler, position in drawn]
 
     def _run(self, function, *sizes):
         self._fields["fault"][0] = 0
@@ -439,10 +468,10 @@ def check_threads(threads):
 
 
 def _check_samplers(samplers, count):
-    """The samplers as a list, or None for None."""
+    """The samplers as a list, with None for None."""
     if samplers is None:
         return None
-    samplers = [check_sampler(sampler) for sampler in samplers]
+    samplers = [sampler and check_sampler(sampler) for sampler in samplers]
     if len(samplers) != count:
         raise ColibriError(f"samplers: {len(samplers)}, expected one for each of {count} sessions")
     return samplers
@@ -462,7 +491,14 @@ def draw(seed, position):
 
     24 random bits, so that the float32 that C reads is exact and below 1.
     """
-    return (int(np.random.Philox(key=seed, counter=position).random_raw()) >> 40) / (1 << 24)
+    return _draws(seed, position // DRAWS)[position % DRAWS]
+
+
+@functools.lru_cache(1024)
+def _draws(seed, block):
+    """Those of DRAWS positions: the first of the four words that the generator gives for each counter."""
+    words = np.random.Philox(key=seed, counter=block * DRAWS).random_raw(4 * DRAWS)[::4]
+    return ((words >> np.uint64(40)) / (1 << 24)).tolist()
 
 
 def usable_processors():
