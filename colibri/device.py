@@ -21,6 +21,7 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from colibri.graphs import GraphCache
+from colibri.headers import in_mask
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
 PIECE_BYTES = 128 << 20                      # of the model's file that is registered at a time ...
@@ -146,7 +147,7 @@ class DeviceMemory:
         self._library, self._device_blocks, self._pinned, self._registered = library, [], [], []
         self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
         self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
-        self._steps, self._bytes, self._routing, self._unregistering = 0, {}, {}, None
+        self._steps, self._bytes, self._routing, self._unregistering, self._staging = 0, {}, {}, None, None
         with self._timed("context"):
             self._open()
         self.graphs = GraphCache(self._capture)
@@ -205,10 +206,20 @@ class DeviceMemory:
         array[:] = 0
         return array
 
+    def visible(self, array):
+        """The array's own address if it is pinned, or else that of a page-locked copy, the same one each time."""
+        start = array.ctypes.data
+        if not any(0 <= start - pinned.ctypes.data <= pinned.nbytes - array.nbytes for pinned in self._registered):
+            if self._staging is None or self._staging.nbytes < array.nbytes:
+                self._staging = self._allocate_pinned(1 << (array.nbytes - 1).bit_length())
+            self._staging[:array.nbytes] = array.view(np.uint8).reshape(-1)
+            start = self._staging.ctypes.data
+        return int(call("cuMemHostGetDevicePointer", start, 0))
+
     def pin(self, array):
-        """Page-locks a C-contiguous array that its owner keeps until close(), so that copies need no staging."""
+        """Page-locks and maps a C-contiguous array that its owner keeps until close(), so that kernels read it there."""
         flags = 0 if array.flags.writeable else driver().CU_MEMHOSTREGISTER_READ_ONLY
-        call("cuMemHostRegister", array.ctypes.data, array.nbytes, flags)
+        call("cuMemHostRegister", array.ctypes.data, array.nbytes, flags | driver().CU_MEMHOSTREGISTER_DEVICEMAP)
         self._registered.append(array)
         return array
 
@@ -229,27 +240,35 @@ class DeviceMemory:
             self.graphs.get_or_create((id(function), model, *sizes), functools.partial(function, model, *sizes))
 
     def _launch_combinations(self, model, num_tokens, num_logits=0):
-        """A step in parts, cut after each router: the experts that it chose name the graph of the next part."""
+        """A step in parts, cut where a layer has its router: the experts that it chose name the graph of the next part."""
         if model not in self._routing:
             self._routing[model] = self._find_routing(model)
-        ids, address, num_layers = self._routing[model]
-        chosen = ()
-        for part in range(num_layers + 1):
-            enqueue = functools.partial(self._library.forward_part, model, num_tokens, num_logits, part)
-            self.graphs.get_or_create((model, num_logits, part, chosen), enqueue)
-            if part < num_layers:
+        ids, address, has_router = self._routing[model]
+        for part in range(len(has_router)):
+            chosen = ()
+            if has_router[part]:
                 call("cuMemcpyDtoHAsync", ids.ctypes.data, address, ids.nbytes, self._stream)
                 self.sync()
                 chosen = tuple(sorted(ids.tolist()))
+            enqueue = functools.partial(self._library.forward_part, model, num_tokens, num_logits, part)
+            self.graphs.get_or_create((model, num_logits, part, chosen), enqueue)
 
     def _find_routing(self, model):
-        """A page-locked copy of expert_ids' first row, its address on the device, and the number of layers."""
-        struct = self._library.headers.structs["Model"]
-        fields = np.frombuffer((ctypes.c_char * struct.itemsize).from_address(model), struct)[0]
+        """A page-locked copy of expert_ids' first row, its address on the device, and whether a part begins with the
+        experts that the part before it chose: the first does not, nor does one after a layer without a router."""
         ids = self._allocate_pinned(4 * self._library.baked["k"]).view(np.int32)
-        return ids, int(fields["state"]["expert_ids"]), int(fields["header"]["num_layers"])
+        return ids, int(self._fields(model)["state"]["expert_ids"]), self._has_router(model)
 
-    def precapture(self, model, num_layers):
+    def _has_router(self, model):
+        header = self._fields(model)["header"]
+        return [False] + [not in_mask(header["dense_layers"], layer) for layer in range(int(header["num_layers"]))]
+
+    def _fields(self, model):
+        """struct Model at that address."""
+        struct = self._library.headers.structs["Model"]
+        return np.frombuffer((ctypes.c_char * struct.itemsize).from_address(model), struct)[0]
+
+    def precapture(self, model):
         """Makes every graph of decoding ahead: of each batch size, or of each layer and combination of experts."""
         forward, baked = self._library.forward, self._library.baked
         if baked["vocab_size"] == 0 or self.dispatch == "dynamic":
@@ -259,9 +278,9 @@ class DeviceMemory:
                 self.graphs.create((id(forward), model, size, size), functools.partial(forward, model, size, size))
             return
         combinations = list(itertools.combinations(range(baked["num_experts"]), baked["k"]))
-        for part in range(num_layers + 1):
+        for part, has_router in enumerate(self._has_router(model)):
             enqueue = functools.partial(self._library.forward_part, model, 1, 1, part)
-            for chosen in combinations if part else [()]:
+            for chosen in combinations if has_router else [()]:
                 self.graphs.create((model, 1, part, chosen), enqueue)
 
     def _capture(self, enqueue):

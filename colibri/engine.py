@@ -72,9 +72,9 @@ class Engine:
         library, memory, structs = self.library, self.memory, self.library.headers.structs
         header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
         header["num_layers"] = self.num_layers
-        self._buffers = {buffer.name: buffer for buffer in
-                         library.headers.state_buffers(self.num_layers, self.num_slots)}
-        state_bytes = library.state_bytes(memory.code, self.num_layers, self.num_slots)
+        self._buffers = {buffer.name: buffer for buffer in library.headers.state_buffers(header[0], self.num_slots)}
+        self._max_piece = library.headers.cache_values(header[0])["max_piece"]
+        state_bytes = library.state_bytes(memory.code, header.ctypes.data, self.num_slots)
         cache_bytes = sum(buffer.rows * buffer.columns * buffer.dtype.itemsize for name, buffer in self._buffers.items()
                           if name.endswith("_cache"))
         memory.reserve({"weights": sum(view.nbytes for view in self.checkpoint.tensors.values()),
@@ -114,19 +114,22 @@ class Engine:
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         """
         with self._open():
-            pending = self._check_work(work)
-            results = []
-            samplers = _check_samplers(samplers, len(pending))
+            work = self._check_work(work)
+            samplers = _check_samplers(samplers, len(work))
+            pending, num_rows = [], 0
+            for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
+                pending.append((session, tokens, sampler, num_rows))
+                num_rows += len(tokens) if every else 1
+            results = (np.empty(num_rows, np.int32) if samplers else
+                       np.empty((num_rows, self.checkpoint.header["vocab_size"]), np.float32))
             while pending:
-                pending, num_tokens, num_logits, taken = self._fill(pending, samplers, every)
-                self._run(self.library.forward, num_tokens, num_logits)
-                if num_logits:
-                    results.append(self._fields["sampled"][:num_logits].copy() if samplers else
-                                   self.state("logits", num_logits).copy())
-                    _check_finite("step: the logits", results[-1], sum(map(len, results[:-1])))
+                pending, num_tokens, rows, taken = self._fill(pending, every)
+                self._run(self.library.forward, num_tokens, len(rows))
+                if rows:
+                    results[rows] = self._fields["sampled"][:len(rows)] if samplers else self.state("logits", len(rows))
+                    _check_finite("step: the logits", results[rows], rows)
                 for session, count in taken:
                     session.length += count
-        results = np.concatenate(results)
         return results.tolist() if samplers else results
 
     def stack(self, x):
@@ -145,12 +148,12 @@ class Engine:
         with self._open(), np.errstate(over="ignore"):  # what float32 cannot hold shows in the result
             for start in range(0, len(x), self.max_tokens):
                 rows = np.ascontiguousarray(x[start:start + self.max_tokens], np.float32)
-                self.write("x", rows)
+                self._fields["input"][0] = self.memory.visible(rows)
                 self._fields["num_tokens"][0] = len(rows)
                 self._fields["num_logits"][0] = 0
                 self._run(self.library.forward_stack, len(rows))
                 y[start:start + len(rows)] = self.state("x", len(rows))
-                _check_finite("stack: the result", y[start:start + len(rows)], start)
+                _check_finite("stack: the result", y[start:start + len(rows)], range(start, start + len(rows)))
         return y
 
     def room(self, num_tokens):
@@ -192,7 +195,7 @@ class Engine:
             self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
     def pin(self, array):
-        """Page-locks a C-contiguous array that steps read from, until close(): a GPU then copies it without staging.
+        """Page-locks a C-contiguous array, until close(): a GPU's steps then read a float32 input where it lies.
 
         The caller keeps the array until then. Returns it.
         """
@@ -205,7 +208,7 @@ class Engine:
     def precapture(self):
         """Makes the graphs of decoding now rather than at the first steps that need them."""
         with self._open():
-            self.memory.precapture(self._address, self.num_layers)
+            self.memory.precapture(self._address)
 
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""
@@ -272,28 +275,35 @@ class Engine:
         self.room(session.length + len(tokens))
         return tokens
 
-    def _fill(self, pending, samplers, every):
-        """Fills the batch with as many tokens as fit. Returns what is left, the batch's two sizes, and what it took."""
-        fields, taken = self._fields, []
-        num_tokens = num_logits = 0
-        while pending and num_tokens < self.max_tokens:
-            session, tokens = pending[0]
-            count = min(len(tokens), self.max_tokens - num_tokens)
-            rows = slice(num_tokens, num_tokens + count)
-            fields["tokens"][rows] = tokens[:count]
-            fields["positions"][rows] = self._positions[session.length:session.length + count]
-            fields["slots"][rows] = session.slot
+    def _fill(self, pending, every):
+        """Fills the batch with as many tokens as fit, of no session more than its cache bears.
+
+        pending: [(session, tokens, sampler or None, row of the result for the first logits)]
+        Returns what is left of it, the number of tokens, the rows of the result that the logits are, and what it took.
+        """
+        fields, left, rows, taken = self._fields, [], [], []
+        num_tokens = 0
+        for session, tokens, sampler, row in pending:
+            count = min(len(tokens), self._max_piece, self.max_tokens - num_tokens)
+            wanted = count if every else int(count == len(tokens))
+            if count < len(tokens):
+                left.append((session, tokens[count:], sampler, row + wanted))
+            if count == 0:
+                continue
+            part = slice(num_tokens, num_tokens + count)
+            fields["tokens"][part] = tokens[:count]
+            fields["positions"][part] = self._positions[session.length:session.length + count]
+            fields["slots"][part] = session.slot
             num_tokens += count
             taken.append((session, count))
-            wanted = count if every else int(count == len(tokens))
-            fields["logit_rows"][num_logits:num_logits + wanted] = range(num_tokens - wanted, num_tokens)
-            if wanted and samplers:
-                self._set_sampler(num_logits, next(samplers), session.length + count)
-            num_logits += wanted
-            pending = pending[1:] if count == len(tokens) else [(session, tokens[count:])] + pending[1:]
-        fields["num_tokens"][0], fields["num_logits"][0] = num_tokens, num_logits
-        fields["sample"][0] = samplers is not None
-        return pending, num_tokens, num_logits, taken
+            for i in range(wanted):
+                fields["logit_rows"][len(rows)] = num_tokens - wanted + i
+                if sampler:
+                    self._set_sampler(len(rows), sampler, session.length + count - wanted + i + 1)
+                rows.append(row + i)
+        fields["num_tokens"][0], fields["num_logits"][0] = num_tokens, len(rows)
+        fields["sample"][0] = pending[0][2] is not None
+        return left, num_tokens, rows, taken
 
     def _set_sampler(self, row, sampler, position):
         fields = self._fields
@@ -429,20 +439,20 @@ def check_threads(threads):
 
 
 def _check_samplers(samplers, count):
-    """An iterator over the samplers, or None for None."""
+    """The samplers as a list, or None for None."""
     if samplers is None:
         return None
     samplers = [check_sampler(sampler) for sampler in samplers]
     if len(samplers) != count:
         raise ColibriError(f"samplers: {len(samplers)}, expected one for each of {count} sessions")
-    return iter(samplers)
+    return samplers
 
 
-def _check_finite(what, rows, first):
-    """That rows, of which the first is number `first` of what is returned, hold neither NaN nor inf."""
+def _check_finite(what, rows, numbers):
+    """That rows, which are those of these numbers in what is returned, hold neither NaN nor inf."""
     finite = np.isfinite(rows)
     if not finite.all():
-        row = first + int(np.argmin(finite.all(axis=1)))
+        row = numbers[np.argmin(finite.all(axis=1))]
         raise ColibriError(f"{what}: row {row} holds NaN or inf, expected finite numbers; the weights or the input "
                            "hold NaN, inf or numbers too large")
 

@@ -27,7 +27,7 @@ def describe(plan):
                  key=dtypes.__getitem__, default="bfloat16")
     dtype = interleave.KEPT[common] if not any("float8" in name or name == "uint8" for name in dtypes) else "bf16"
     header, _ = bin_writer.plan(fields, dtype, plan.tokenizer)
-    needed, memory = int(header["file_bytes"]) + _state_bytes(fields), _memory_bytes()
+    needed, memory = int(header["file_bytes"]) + _state_bytes(masked), _memory_bytes()
     total = sum(prod(tensor.shape) for tensor in table)
     idle = sum(prod(tensor.shape) for tensor in table if len(tensor.shape) == 3) * (
         fields["num_experts"] - fields["k"]) // fields["num_experts"]
@@ -77,7 +77,7 @@ def _state_bytes(fields):
     baked = headers.default().structs["Config"].names
     own = headers.Headers({name: fields[name] for name in baked if name in fields})
     return sum(buffer.rows * buffer.columns * buffer.dtype.itemsize
-               for buffer in own.state_buffers(fields["num_layers"], 1))
+               for buffer in own.state_buffers(fields, 1))
 
 
 def _memory_bytes():

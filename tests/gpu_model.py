@@ -56,9 +56,9 @@ class GpuModel:
         self.batch = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.pinned))
         self.batch = self.batch.view(structs["Batch"])[0]
         self.batch.fill(0)
-        state = self.allocate(self.library.state_bytes(1, model["num_layers"], 2))
+        state = self.allocate(self.library.state_bytes(1, header.ctypes.data, 2))
         self.buffers, offset = {}, 0
-        for buffer in self.library.headers.state_buffers(model["num_layers"], 2):
+        for buffer in self.library.headers.state_buffers(header[0], 2):
             self.buffers[buffer.name] = buffer, state + offset
             offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)

@@ -77,7 +77,7 @@ class HostModel:
             owner, field = (layers[int(name.split(".")[1])], name.split(".")[2]) if "." in name else (weights, name)
             owner[field] = array.ctypes.data
         batch = np.zeros(1, structs["Batch"])
-        block = self.library.state_bytes(0, model["num_layers"], num_slots)
+        block = self.library.state_bytes(0, header.ctypes.data, num_slots)
         memory = np.zeros(block + 4096, np.uint8)
         start = -memory.ctypes.data % 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
@@ -85,7 +85,7 @@ class HostModel:
         self.library.bind(self.model.ctypes.data, 0, header.ctypes.data, weights.ctypes.data, layers.ctypes.data,
                           memory.ctypes.data + start, batch.ctypes.data, num_slots, num_threads, None)
         self.batch, self.state = batch[0], {}
-        for buffer in self.library.headers.state_buffers(model["num_layers"], num_slots):
+        for buffer in self.library.headers.state_buffers(header[0], num_slots):
             size = buffer.rows * buffer.columns * buffer.dtype.itemsize
             view = memory[start:start + size].view(buffer.dtype)
             self.state[buffer.name] = view.reshape(buffer.rows, buffer.columns)

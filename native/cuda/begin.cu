@@ -16,20 +16,25 @@ __global__ void begin_kernel(Batch *copy, const Batch *batch, int num_tokens) {
         (copy->tokens + (int64_t)blockIdx.y * MAX_TOKENS)[i] = __ldcv(from + i);
     }
     if (i == 0 && blockIdx.y == 0) {
+        copy->input = (const float *)__ldcv((const unsigned long long *)&batch->input);
         copy->num_tokens = __ldcv(&batch->num_tokens);
         copy->num_logits = __ldcv(&batch->num_logits);
         copy->sample = __ldcv(&batch->sample);
     }
 }
 
-__global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch) {
+__global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch, float multiplier) {
     pdl_wait();
     pdl_trigger();
     int t = blockIdx.x, i = blockIdx.y * THREADS + threadIdx.x;
     if (t >= batch->num_tokens || i >= HIDDEN) return;
+    if (!NUM_HEADS) { /* over the bus, from where the caller has it */
+        x[(int64_t)t * HIDDEN + i] = __ldcv(batch->input + (int64_t)t * HIDDEN + i);
+        return;
+    }
     int row = batch->tokens[t];
     const weight_t *panel = embed + (int64_t)(row / PANEL_ROWS) * HIDDEN * PANEL_ROWS;
-    x[(int64_t)t * HIDDEN + i] = to_float(panel[(int64_t)i * PANEL_ROWS + row % PANEL_ROWS]);
+    x[(int64_t)t * HIDDEN + i] = to_float(panel[(int64_t)i * PANEL_ROWS + row % PANEL_ROWS]) * multiplier;
 }
 
 } // namespace
@@ -41,5 +46,5 @@ int cuda_begin(Model *m, int num_tokens) {
 
 int cuda_embed(Model *m, int num_tokens) {
     return launch(m, "embed", embed_kernel, dim3(num_tokens, ceil_div(HIDDEN, THREADS)), THREADS, 0, m->state.x,
-                  m->weights.embed, device_batch(m));
+                  m->weights.embed, device_batch(m), m->header.embedding_multiplier);
 }
