@@ -7,6 +7,8 @@
  *
  * The order of every sum is fixed by the shape: a warp takes each WARPS-th piece of its item, then warps are added in
  * order, then, by the last of a panel's parts to arrive, the parts in order. */
+#include <type_traits>
+
 #include "moe.cuh"
 #include "ring.cuh"
 
@@ -18,6 +20,10 @@ constexpr int THREADS = WARPS * 32;
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 constexpr int SUM_ROWS = PANEL_ROWS + 4; /* padded, so that a warp's stores meet no bank twice */
 
+/* experts_down runs beside the end of experts_up. */
+template <class P> constexpr bool PRECEDES_DOWN = std::is_same_v<P, Up>;
+template <class P> constexpr bool FOLLOWS_UP = std::is_same_v<P, Down>;
+
 /* Up to 8 * COLUMNS_OF_8 tokens of one expert: assignments [first, first + count). */
 struct Tile {
     int16_t expert, count;
@@ -26,6 +32,7 @@ struct Tile {
 
 constexpr int QUEUE = 4;              /* a block's latest items; a warp asks at most two ahead */
 constexpr int UNKNOWN = -1, ASKED = -2;
+constexpr int MOST_QUESTIONS = 1 << 22; /* a second's */
 
 struct Shared {
     alignas(1024) char rings[WARPS][RING_BYTES];
@@ -34,6 +41,8 @@ struct Shared {
     Tile tiles[TILE_BOUND];
     int queue[QUEUE];                 /* the block's i-th item is at i % QUEUE */
     int num_tiles;
+    int num_written;                  /* tiles whose input is known to be complete, where FOLLOWS_UP */
+    int is_asked;                     /* 1 while a warp finds out whether more are */
     int is_last;
     uint16_t assignments[DECODE_ASSIGNMENTS];
 };
@@ -49,6 +58,7 @@ struct Job {
     const int32_t *assignments; /* (num_tokens * K) */
     float *partials;            /* (SPLITS, DECODE_ASSIGNMENTS, PANELS * PANEL_ROWS) */
     int32_t *arrived;           /* (tiles, PANELS) */
+    int32_t *written;           /* (tiles): panels that experts_up has written */
     int32_t *next_item;         /* the first that no block has taken, apart from each one's first */
     int32_t *done_blocks;
 };
@@ -118,6 +128,48 @@ template <class P> struct Cursor {
     }
 };
 
+__device__ __forceinline__ int load_acquire(const int32_t *from) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+/* Of a block, by thread 0: experts_down may read one more panel of the tile. */
+__device__ __forceinline__ void announce(int32_t *written) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(written, 1);
+    }
+}
+
+/* Waits until experts_up, which may still run, has written all of `tile`, and until each of its blocks is at its last
+ * item, for its reading goes first. One warp of a block asks at a time, about 31 tiles: every question takes from the
+ * bandwidth. The count is a short cut: what it never shows, an experts_up that is over, does not hang this. */
+__device__ void wait_for_tile(Shared &s, const Job &job, int tile) {
+    int lane = threadIdx.x % 32, last = s.num_tiles - 1;
+    for (int i = 0; i < MOST_QUESTIONS; i++) {
+        int written = 0, is_asked = 1;
+        if (lane == 0) written = *(volatile int *)&s.num_written;
+        if (lane == 0 && written <= tile) is_asked = atomicExch(&s.is_asked, 1);
+        written = __shfl_sync(~0u, written, 0);
+        if (written > tile) return;
+        if (__shfl_sync(~0u, is_asked, 0) == 0) {
+            int count = load_acquire(job.written + (lane < 31 ? min(written + lane, last) : last));
+            unsigned missing = ~__ballot_sync(~0u, count >= (lane < 31 ? Up::PANELS : Up::PANELS - (int)gridDim.x));
+            if (lane == 0) {
+                if (!(missing >> 31)) *(volatile int *)&s.num_written = written + (missing ? __ffs(missing) - 1 : 31);
+                __threadfence_block();
+                atomicExch(&s.is_asked, 0);
+            }
+            if (!(missing & 0x80000001)) continue;
+        }
+        __nanosleep(100);
+    }
+    pdl_wait();
+    *(volatile int *)&s.num_written = TILE_BOUND;
+}
+
 /* Columns 2t, 2t+1, 2t+8, 2t+9, ... of a piece of one row, t = lane % 4: what a lane holds of the second operand. */
 template <class P> __device__ __forceinline__ void load_input(float2 (&x)[CHUNK / 8], const float *row, int chunk) {
     int first = chunk * CHUNK + threadIdx.x % 4 * 2;
@@ -127,10 +179,10 @@ template <class P> __device__ __forceinline__ void load_input(float2 (&x)[CHUNK 
         x[i] = make_float2(0.0f, 0.0f);
         if (!row) continue;
         if constexpr (P::COLUMNS % CHUNK == 0) {
-            x[i] = *(const float2 *)(row + c);
+            x[i] = FOLLOWS_UP<P> ? __ldcg((const float2 *)(row + c)) : *(const float2 *)(row + c);
         } else {
-            if (c < P::COLUMNS) x[i].x = row[c];
-            if (c + 1 < P::COLUMNS) x[i].y = row[c + 1];
+            if (c < P::COLUMNS) x[i].x = FOLLOWS_UP<P> ? __ldcg(row + c) : row[c];
+            if (c + 1 < P::COLUMNS) x[i].y = FOLLOWS_UP<P> ? __ldcg(row + c + 1) : row[c + 1];
         }
     }
 }
@@ -251,6 +303,7 @@ __device__ void finish_item(Shared &s, const Job &job, const Cursor<P> &at, cons
             return sum;
         });
     }
+    if constexpr (PRECEDES_DOWN<P>) announce(job.written + at.tile);
 }
 
 /* Asks for the piece that `ahead` stands at, and takes it to the next. */
@@ -268,9 +321,12 @@ template <class P, int COLUMNS_OF_8> struct Inputs {
     Cursor<P> at;
     const float *row[COLUMNS_OF_8]; /* this lane's tokens', or NULL */
 
-    __device__ void find_rows(const Shared &s, const Job &job, int num_items) {
+    __device__ void find_rows(Shared &s, const Job &job, int num_items) {
         Tile tile = {0, 0, 0};
-        if (at.item < num_items) tile = s.tiles[at.tile];
+        if (at.item < num_items) {
+            tile = s.tiles[at.tile];
+            if (FOLLOWS_UP<P>) wait_for_tile(s, job, at.tile);
+        }
 #pragma unroll
         for (int n = 0; n < COLUMNS_OF_8; n++) {
             int token = n * 8 + threadIdx.x % 32 / 4;
@@ -326,7 +382,9 @@ __device__ void leave(const Job &job) {
     }
 }
 
-/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs. */
+/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs, and
+ * experts_down, which shares the SMs with experts_up, goes on to what is ready of its input: all that is between the
+ * two products is known to be complete by the end of this kernel, not by its beginning. */
 template <class P, int COLUMNS_OF_8>
 __global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(const __grid_constant__ Job job) {
     extern __shared__ char memory[];
@@ -334,6 +392,7 @@ __global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(con
     int warp = threadIdx.x / 32;
     Ring ring(job.panels, s.rings[warp], s.full[warp]);
     if (threadIdx.x < QUEUE) s.queue[threadIdx.x] = UNKNOWN;
+    if (threadIdx.x == 0) s.num_written = s.is_asked = 0;
     if (!P::ROUTED_BEFORE) {
         pdl_wait();
         pdl_trigger();
@@ -345,10 +404,11 @@ __global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(con
     ahead.settle(s, job, num_items);
     for (int i = 0; i < RING_STAGES; i++) refill(ring, ahead, s, job, num_items);
     if (P::ROUTED_BEFORE) {
-        pdl_wait();
+        if (!FOLLOWS_UP<P>) pdl_wait();
         pdl_trigger();
     }
     run_items<P, COLUMNS_OF_8>(ring, ahead, s, job, num_items);
+    if (FOLLOWS_UP<P>) pdl_wait();
     if (Cursor<P>::TAKES_ITEMS) leave(job);
 }
 
@@ -363,7 +423,8 @@ template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *w
     job.offsets = m->state.expert_offsets;
     job.assignments = m->state.assignments;
     job.partials = partials;
-    job.arrived = moe(m)->arrived;
+    job.arrived = moe(m)->arrived[P::INDEX];
+    job.written = moe(m)->written;
     job.next_item = &moe(m)->next_item[P::INDEX];
     job.done_blocks = &moe(m)->done_blocks[P::INDEX];
     dim3 grid(num_multiprocessors());

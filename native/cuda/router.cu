@@ -8,63 +8,113 @@
 
 namespace {
 
-constexpr int LOGIT_THREADS = 256;
-constexpr int LOGIT_EXPERTS = 16;                      /* of one block: four lanes' float4 of one column */
+constexpr int LOGIT_WARPS = LOGIT_LANES / 8;           /* that share 16 experts' columns of a slice */
+constexpr int LOGIT_EXPERTS = 16;                      /* of a warp: four lanes' float4 of one column */
+constexpr int LANE_COLUMNS = SLICE_COLUMNS / LOGIT_LANES;
+constexpr int VECTOR = HIDDEN % 4 == 0 && LANE_COLUMNS % 4 == 0 ? 4 : HIDDEN % 2 == 0 && LANE_COLUMNS % 2 == 0 ? 2 : 1;
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);    /* experts of a lane: lane, lane + 32, ... */
 constexpr int GROUP_SIZE = NUM_EXPERTS / NUM_GROUPS;
 constexpr int GROUPS_PER_LANE = ceil_div(NUM_GROUPS, 32);
-constexpr int WARPS = 8;                               /* of router_kernel: tokens of a block */
+constexpr int WARPS = 16;                              /* of a block that routes */
+constexpr int CLUSTER_BLOCKS = CUDA_ARCH >= 90 ? 8 : 1; /* at most: a GPU need not have more */
 constexpr float INFINITE = __builtin_huge_valf();
 
 using Key = unsigned long long;
 
-/* Grid (slices, experts / 16, rows / TOKENS): partial_logits of one slice of columns. Padding rows have them too, for
- * the true number of tokens would take longer to read. */
-template <int TOKENS>
-__global__ void __launch_bounds__(LOGIT_THREADS)
-router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, int num_rows) {
-    __shared__ float sums[LOGIT_THREADS / 32][TOKENS][LOGIT_EXPERTS];
-    constexpr int STEPS = SLICE_COLUMNS / LOGIT_LANES;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.y * LOGIT_EXPERTS + lane % 4 * 4;
-    int column = blockIdx.x * SLICE_COLUMNS + warp * 8 + lane / 4, token = blockIdx.z * TOKENS;
+/* Where in a slice of columns the lane's first of each VECTOR neighbours are. */
+__device__ int lane_column(int slice, int warp, int i) {
+    return slice * SLICE_COLUMNS + ((i / VECTOR * LOGIT_WARPS + warp) * 8 + threadIdx.x % 32 / 4) * VECTOR;
+}
+
+/* The lane's weights of 16 experts: four experts of each of its columns. */
+__device__ __forceinline__ void load_router(float4 (&weight)[LANE_COLUMNS], const float *router, int slice, int warp,
+                                            int first_expert) {
+    int expert = first_expert + threadIdx.x % 4 * 4;
     const float *rows = router + ((int64_t)expert / PANEL_ROWS * HIDDEN) * PANEL_ROWS + expert % PANEL_ROWS;
-    float4 weight[STEPS];
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        int c = column + i * LOGIT_LANES;
+    for (int i = 0; i < LANE_COLUMNS; i++) {
+        int c = lane_column(slice, warp, i) + i % VECTOR;
         weight[i] = c < HIDDEN ? *(const float4 *)(rows + (int64_t)c * PANEL_ROWS) : make_float4(0, 0, 0, 0);
     }
-    pdl_wait();
-    pdl_trigger();
-    float value[TOKENS][STEPS];
+}
+
+/* The lane's columns of rows [0, num_rows) of x, at most TOKENS; zeros for others. */
+template <int TOKENS>
+__device__ __forceinline__ void load_rows(float (&value)[TOKENS][LANE_COLUMNS], const float *x, int num_rows, int slice,
+                                          int warp) {
+    struct alignas(4 * VECTOR) Columns { float of[VECTOR]; };
 #pragma unroll
     for (int t = 0; t < TOKENS; t++)
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            int c = column + i * LOGIT_LANES;
-            value[t][i] = token + t < num_rows && c < HIDDEN ? x[(int64_t)(token + t) * HIDDEN + c] : 0.0f;
-        }
+        for (int i = 0; i < LANE_COLUMNS; i += VECTOR) {
+            int c = lane_column(slice, warp, i);
+            Columns columns = {};
+            if (t < num_rows && c < HIDDEN) columns = *(const Columns *)(x + (int64_t)t * HIDDEN + c);
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-        float sum[4] = {};
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            sum[0] = fmaf(weight[i].x, value[t][i], sum[0]);
-            sum[1] = fmaf(weight[i].y, value[t][i], sum[1]);
-            sum[2] = fmaf(weight[i].z, value[t][i], sum[2]);
-            sum[3] = fmaf(weight[i].w, value[t][i], sum[3]);
+            for (int v = 0; v < VECTOR; v++) value[t][i + v] = columns.of[v];
         }
+}
+
+/* Adds up over the lanes with the same experts. At each step a lane hands half of its tokens over, until it has one. */
+template <int TOKENS, int OFFSET = 16>
+__device__ __forceinline__ void add_lanes(float (&total)[4], const float (&sum)[TOKENS][4]) {
+    constexpr int KEPT = TOKENS > 1 ? TOKENS / 2 : 1;
+    bool is_upper = TOKENS > 1 && threadIdx.x & OFFSET;
+    float next[KEPT][4];
+#pragma unroll
+    for (int t = 0; t < KEPT; t++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            for (int offset = 16; offset >= 4; offset /= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], offset);
-            if (lane < 4) sums[warp][t][lane * 4 + e] = sum[e];
+            float given = is_upper ? sum[t][e] : sum[TOKENS - KEPT + t][e];
+            next[t][e] = (is_upper ? sum[TOKENS - KEPT + t][e] : sum[t][e]) + __shfl_xor_sync(~0u, given, OFFSET);
         }
+    if constexpr (OFFSET > 4) {
+        add_lanes<KEPT, OFFSET / 2>(total, next);
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) total[e] = next[0][e];
     }
+}
+
+/* A warp's part of a slice of the logits: TOKENS (1, 2, 4 or 8) rows, 16 experts. */
+template <int TOKENS>
+__device__ __forceinline__ void add_columns(float (*sums)[LOGIT_EXPERTS], const float4 (&weight)[LANE_COLUMNS],
+                                            const float (&value)[TOKENS][LANE_COLUMNS]) {
+    float sum[TOKENS][4] = {}, total[4];
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+        for (int i = 0; i < LANE_COLUMNS; i++) {
+            sum[t][0] = fmaf(weight[i].x, value[t][i], sum[t][0]);
+            sum[t][1] = fmaf(weight[i].y, value[t][i], sum[t][1]);
+            sum[t][2] = fmaf(weight[i].z, value[t][i], sum[t][2]);
+            sum[t][3] = fmaf(weight[i].w, value[t][i], sum[t][3]);
+        }
+    add_lanes(total, sum);
+    int row = threadIdx.x % 32 / 4 * TOKENS / 8; /* where 8 / TOKENS lanes have the same, they all write it */
+    *(float4 *)&sums[row][threadIdx.x % 4 * 4] = make_float4(total[0], total[1], total[2], total[3]);
+}
+
+/* Grid (slices, experts / 16, rows / TOKENS): partial_logits of one slice of columns. Padding rows have them too, for
+ * the true number of tokens would take longer to read. */
+template <int TOKENS>
+__global__ void __launch_bounds__(LOGIT_WARPS * 32)
+router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, int num_rows) {
+    __shared__ alignas(16) float sums[LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
+    int warp = threadIdx.x / 32, token = blockIdx.z * TOKENS;
+    float4 weight[LANE_COLUMNS];
+    float value[TOKENS][LANE_COLUMNS];
+    load_router(weight, router, blockIdx.x, warp, blockIdx.y * LOGIT_EXPERTS);
+    pdl_wait();
+    pdl_trigger();
+    load_rows(value, x + (int64_t)token * HIDDEN, num_rows - token, blockIdx.x, warp);
+    add_columns(sums[warp], weight, value);
     __syncthreads();
     int t = threadIdx.x / LOGIT_EXPERTS, e = blockIdx.y * LOGIT_EXPERTS + threadIdx.x % LOGIT_EXPERTS;
     if (t >= TOKENS || token + t >= num_rows || e >= NUM_EXPERTS) return;
     float total = 0.0f;
-    for (int w = 0; w < LOGIT_THREADS / 32; w++) total += sums[w][t][threadIdx.x % LOGIT_EXPERTS];
+#pragma unroll
+    for (int w = 0; w < LOGIT_WARPS; w++) total += sums[w][t][threadIdx.x % LOGIT_EXPERTS];
     scratch->partial_logits[blockIdx.x][token + t][e] = total;
 }
 
@@ -282,8 +332,11 @@ struct Routing {
     bool counted; /* in the layer's totals */
 };
 
-/* One row by one warp: its logits, experts (into `ids` too) and weights; true where the logits allow no choice. */
-__device__ bool route_token(const Routing &r, const MoeScratch *scratch, int token, bool is_token, int *ids) {
+/* One row by one warp: its logits from their parts, its experts (lane i < K: the i-th) and weights; true where the logits
+ * allow no choice. */
+template <int ROWS>
+__device__ bool route_token(const Routing &r, const float (*partials)[ROWS][NUM_EXPERTS], int token, bool is_token,
+                            int &expert) {
     int lane = threadIdx.x % 32;
     float logits[PER_LANE], score[PER_LANE];
     bool is_bad = false;
@@ -293,7 +346,7 @@ __device__ bool route_token(const Routing &r, const MoeScratch *scratch, int tok
         float part[LOGIT_SLICES];
 #pragma unroll
         for (int s = 0; s < LOGIT_SLICES; s++)
-            part[s] = scratch->partial_logits[s][token][min(e, NUM_EXPERTS - 1)];
+            part[s] = partials[s][token][min(e, NUM_EXPERTS - 1)];
         logits[j] = 0.0f;
 #pragma unroll
         for (int s = 0; s < LOGIT_SLICES; s++) logits[j] += part[s];
@@ -322,14 +375,14 @@ __device__ bool route_token(const Routing &r, const MoeScratch *scratch, int tok
         }
         weight = weigh(chosen, logits, r.routed_scaling, r.renormalize_min);
     }
-    int expert = index_of(best);
+    expert = index_of(best);
     is_bad |= lane < K && !can_be_chosen(best);
     if (!is_token) return false;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
         if (lane + j * 32 < NUM_EXPERTS) r.state.router_logits[token * NUM_EXPERTS + lane + j * 32] = logits[j];
     if (lane < K) {
-        ids[lane] = r.state.expert_ids[token * K + lane] = expert;
+        r.state.expert_ids[token * K + lane] = expert;
         r.state.expert_weights[token * K + lane] = weight;
     }
     return __any_sync(~0u, is_bad);
@@ -434,15 +487,54 @@ __device__ void dispatch(const Routing &r, const int *ids, int num_tokens) {
         if (r.counted && totals[e]) s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + e] += totals[e];
 }
 
+constexpr int FEW = 64; /* assignments */
+constexpr int LOOKING_WARPS = ceil_div(max_of(NUM_EXPERTS, FEW), 32);
+static_assert(NUM_EXPERTS <= WARPS * 32, "an expert a thread");
+
+/* The same where they are few: thread i looks at them all, to find where expert i's begin and assignment i's place. */
+__device__ void dispatch_few(const Routing &r, const int *ids, int count) {
+    __shared__ unsigned active[WARPS];
+    const State &s = r.state;
+    int i = threadIdx.x, own = i < count ? ids[i] : 0, start = 0, total = 0, place = 0;
+    if (i / 32 < LOOKING_WARPS)
+        for (int j = 0; j < count; j++) {
+            int id = ids[j];
+            start += id < i;
+            total += id == i;
+            place += id < own || (id == own && j < i);
+        }
+    if (i < count) s.assignments[place] = i;
+    unsigned peers = __ballot_sync(~0u, total > 0);
+    if (i % 32 == 0) active[i / 32] = peers;
+    __syncthreads();
+    if (i >= NUM_EXPERTS) return;
+    int num_active = __popc(peers & ((1u << i % 32) - 1));
+    for (int w = 0; w < i / 32; w++) num_active += __popc(active[w]);
+    s.expert_offsets[i] = start;
+    if (total > 0) s.active_experts[num_active++] = i;
+    if (r.counted && total > 0) s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + i] += total;
+    if (i != NUM_EXPERTS - 1) return;
+    s.expert_offsets[NUM_EXPERTS] = count;
+    *s.num_active = num_active;
+    if (r.counted) *s.experts_read += num_active;
+}
+
 constexpr int FAULTY = 1 << 15; /* one block with a fault, counted in the same word as blocks */
 static_assert(ceil_div(MAX_TOKENS, WARPS) < FAULTY, "too many blocks to count beside the faulty ones");
 
-/* True in the last block to get here, in which `is_bad` becomes true if any block's is. What the others wrote before
- * can be read then. */
+/* True in the last block to get here, or in a cluster's first once all are here; `is_bad` becomes true there if any
+ * block's is. What the others wrote before can be read then. */
 __device__ bool is_last_block(MoeScratch *scratch, bool &is_bad) {
-    __shared__ int arrived;
+    __shared__ int arrived, is_block_bad[CLUSTER_BLOCKS];
     is_bad = __syncthreads_or(is_bad);
     if (gridDim.x == 1) return true;
+    if (gridDim.x <= CLUSTER_BLOCKS) {
+        if (threadIdx.x == 0) store_to_first_block(&is_block_bad[blockIdx.x], (int)is_bad);
+        cluster_arrive();
+        cluster_wait();
+        for (int i = 0; i < gridDim.x && blockIdx.x == 0; i++) is_bad |= is_block_bad[i];
+        return blockIdx.x == 0;
+    }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -457,20 +549,102 @@ __device__ bool is_last_block(MoeScratch *scratch, bool &is_bad) {
     return true;
 }
 
-/* A warp a row. */
+/* Takes back what the step before counted, for the products that follow this routing. */
+__device__ void reset_counts(MoeScratch *scratch) {
+    for (int i = threadIdx.x; i < TILE_BOUND; i += WARPS * 32) scratch->written[i] = 0;
+}
+
+/* A warp a row. As many blocks as fit are a cluster, whose first block has all experts in its shared memory. */
 __global__ void __launch_bounds__(WARPS * 32)
 router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_rows) {
-    __shared__ int ids[WARPS * K];
+    __shared__ int ids[CLUSTER_BLOCKS * WARPS * K];
+    bool is_cluster = gridDim.x <= CLUSTER_BLOCKS;
+    if (is_cluster) cluster_arrive();
     pdl_wait();
     pdl_trigger();
-    int num_tokens = r.batch->num_tokens, token = blockIdx.x * WARPS + threadIdx.x / 32;
-    bool is_bad = false;
-    if (token < num_rows) is_bad = route_token(r, scratch, token, token < num_tokens, ids + threadIdx.x / 32 * K);
-    if (threadIdx.x % 32 == 0 && token < num_tokens) scratch->faults[token] = is_bad;
+    if (blockIdx.x == 0) reset_counts(scratch);
+    int num_tokens = r.batch->num_tokens, token = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int expert = 0;
+    bool is_bad = false, is_token = token < num_tokens;
+    if (token < num_rows) is_bad = route_token(r, scratch->partial_logits, token, is_token, expert);
+    if (lane == 0 && is_token) scratch->faults[token] = is_bad;
+    if (is_cluster) cluster_wait(); /* the first block has begun, and has its shared memory */
+    if (is_token && lane < K && gridDim.x == 1) ids[token * K + lane] = expert;
+    if (is_token && lane < K && gridDim.x > 1 && is_cluster) store_to_first_block(&ids[token * K + lane], expert);
     if (!is_last_block(scratch, is_bad)) return;
-    dispatch(r, gridDim.x == 1 ? ids : nullptr, num_tokens);
+    if (is_cluster && num_tokens * K <= FEW)
+        dispatch_few(r, ids, num_tokens * K);
+    else
+        dispatch(r, is_cluster ? ids : nullptr, num_tokens);
     if (is_bad) report_fault(r, scratch, num_tokens);
 }
+
+/* For few tokens all in one: a cluster whose blocks have a slice of the columns each, and of which the first routes. */
+constexpr int LOGIT_GROUPS = ceil_div(NUM_EXPERTS, 2 * LOGIT_EXPERTS); /* 16 experts each, of a warp */
+constexpr int CLUSTER_TOKENS = 4;
+constexpr bool FITS_CLUSTER = LOGIT_SLICES <= CLUSTER_BLOCKS && LOGIT_GROUPS <= 4 && /* in shared memory */
+                              LOGIT_GROUPS * LANE_COLUMNS <= 16;                      /* and in 64 registers */
+static_assert(WARPS == 2 * LOGIT_WARPS, "two groups of experts at a time");
+static_assert(CLUSTER_TOKENS * K <= FEW, "few assignments");
+
+template <int TOKENS>
+__global__ void __launch_bounds__(WARPS * 32)
+small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, const float *x, const float *router,
+                    int num_rows) {
+    __shared__ alignas(16) float sums[LOGIT_GROUPS * 2][LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
+    __shared__ float partials[LOGIT_SLICES][TOKENS][NUM_EXPERTS]; /* the first block's */
+    __shared__ int ids[TOKENS * K];
+    cluster_arrive();
+    int warp = threadIdx.x / 32, part = warp % LOGIT_WARPS, lane = threadIdx.x % 32, slice = blockIdx.x;
+    float4 weight[LOGIT_GROUPS][LANE_COLUMNS];
+#pragma unroll
+    for (int g = 0; g < LOGIT_GROUPS; g++)
+        load_router(weight[g], router, slice, part, (g * 2 + warp / LOGIT_WARPS) * LOGIT_EXPERTS);
+    pdl_wait();
+#ifdef ROUTER_TRIGGERS_EARLY
+    pdl_trigger();
+#endif
+    if (slice == 0) reset_counts(scratch);
+    int num_tokens = r.batch->num_tokens;
+    float value[TOKENS][LANE_COLUMNS];
+    load_rows(value, x, num_rows, slice, part);
+#pragma unroll
+    for (int g = 0; g < LOGIT_GROUPS; g++) add_columns(sums[g * 2 + warp / LOGIT_WARPS][part], weight[g], value);
+    __syncthreads();
+    cluster_wait(); /* the first block has begun, and has its shared memory */
+    for (int i = threadIdx.x; i < TOKENS * NUM_EXPERTS; i += WARPS * 32) {
+        int t = i / NUM_EXPERTS, e = i % NUM_EXPERTS;
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < LOGIT_WARPS; w++) total += sums[e / LOGIT_EXPERTS][w][t][e % LOGIT_EXPERTS];
+        store_to_first_block(&partials[slice][t][e], total);
+    }
+    cluster_arrive();
+    cluster_wait();
+#ifndef ROUTER_TRIGGERS_EARLY
+    pdl_trigger();
+#endif
+    if (slice != 0) return;
+    int expert = 0;
+    bool is_bad = false, is_token = warp < num_tokens;
+    if (warp < TOKENS && warp < num_rows) is_bad = route_token(r, partials, warp, is_token, expert);
+    if (lane == 0 && is_token) scratch->faults[warp] = is_bad;
+    if (is_token && lane < K) ids[warp * K + lane] = expert;
+    is_bad = __syncthreads_or(is_bad);
+    dispatch_few(r, ids, num_tokens * K);
+    if (is_bad) report_fault(r, scratch, num_tokens);
+}
+
+template <bool FITS>
+int launch_small(Model *m, int num_rows, const Routing &routing, const float *router, const float *input) {
+    if constexpr (FITS) {
+        auto kernel = num_rows == 1 ? small_router_kernel<1> : small_router_kernel<CLUSTER_TOKENS>;
+        return launch_clusters(m, "small_router", kernel, LOGIT_SLICES, LOGIT_SLICES, WARPS * 32, 0, routing, moe(m), input,
+                               router, num_rows);
+    }
+    return 0;
+}
+
 int launch_logits(Model *m, int num_rows, const float *router, const float *input) {
     dim3 grid(LOGIT_SLICES, ceil_div(NUM_EXPERTS, LOGIT_EXPERTS), num_rows);
     auto kernel = router_logits_kernel<1>;
@@ -478,7 +652,7 @@ int launch_logits(Model *m, int num_rows, const float *router, const float *inpu
         grid.z = ceil_div(num_rows, 8);
         kernel = router_logits_kernel<8>;
     }
-    return launch(m, "router_logits", kernel, grid, LOGIT_THREADS, 0, moe(m), input, router, num_rows);
+    return launch(m, "router_logits", kernel, grid, LOGIT_WARPS * 32, 0, moe(m), input, router, num_rows);
 }
 
 } // namespace
@@ -490,9 +664,11 @@ int cuda_route(Model *m, int num_tokens, int layer, const float *input, const fl
     const BinHeader *h = &m->header;
     Routing routing = {m->state, device_batch(m), m->batch, correction, logit_bias, h->routed_scaling,
                        h->renormalize_min, h->router_jitter, layer, counted};
+    if (FITS_CLUSTER && num_tokens <= CLUSTER_TOKENS) return launch_small<FITS_CLUSTER>(m, num_tokens, routing, router, input);
     TRY(launch_logits(m, num_tokens, router, input));
-    dim3 grid(ceil_div(num_tokens, WARPS));
-    return launch(m, "router", router_kernel, grid, WARPS * 32, 0, routing, moe(m), num_tokens);
+    int blocks = ceil_div(num_tokens, WARPS);
+    return launch_clusters(m, "router", router_kernel, blocks, blocks <= CLUSTER_BLOCKS ? blocks : 1, WARPS * 32, 0,
+                           routing, moe(m), num_tokens);
 }
 
 int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
