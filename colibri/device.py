@@ -21,7 +21,7 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from colibri.graphs import GraphCache
-from colibri.headers import in_mask
+from colibri.headers import default, in_mask
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
 PIECE_BYTES = 128 << 20                      # of the model's file that is registered at a time ...
@@ -97,6 +97,13 @@ def memory_info():
         return call("cuMemGetInfo")
     finally:
         call("cuDevicePrimaryCtxRelease", gpu().handle)
+
+
+def check_weights(checkpoint):
+    """That the kernels can be built for a model's weights."""
+    if checkpoint.header["weight_dtype"] == default().constants["DTYPE_F32"]:
+        raise ColibriError(f"{checkpoint.path}: weight_dtype=f32, expected f16 or bf16 on a GPU; convert the model with "
+                           "--dtype bf16, or run it with --backend host")
 
 
 def check_library(library):
