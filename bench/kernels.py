@@ -172,8 +172,8 @@ class Bench:
         call("cuStreamBeginCapture", self.stream, driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         self.run(["router"], tokens, [0])
         router = call("cuStreamEndCapture", self.stream)
-        nodes = call("cuGraphGetNodes", router, 2)[0]
-        if len(nodes) < 2:
+        nodes, num_nodes = call("cuGraphGetNodes", router, 2)
+        if num_nodes < 2:
             return None
         node = call("cuGraphKernelNodeGetParams", nodes[1])
         config, attributes = driver().CUlaunchConfig(), [driver().CUlaunchAttribute() for _ in range(2)]
@@ -266,10 +266,10 @@ def product_ceiling(size=8192):
 
 BLOCK = ["router", "experts_up", "experts_down", "combine"]
 MOE_OPS = {"block": BLOCK, "single": BLOCK, "router": ["router"], "select": [],
-           "experts_up": ["experts_up"], "experts_down": ["experts_down"], "combine": ["combine"]}
+           "experts_up": ["experts_up"], "experts": ["experts_up", "experts_down"], "combine": ["combine"]}
 DENSE_OPS = {name: [name] for name in ("norm", "qkv", "rope", "attention", "attention_out", "gather_norm", "lm_head")}
 OPS = {**MOE_OPS, **DENSE_OPS}
-MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1}
+MATRICES = {"block": 3, "single": 3, "experts": 3, "experts_up": 2}
 
 
 def work(config, op, tokens, experts):
@@ -294,7 +294,7 @@ def measure(bench, tokens, ops):
     layers = [*range(config["num_layers"])] * -(-MIN_LAYERS // config["num_layers"])
     for op in ops:
         bench.begin(tokens)
-        bench.run(["router", "experts_up"], tokens, [0])
+        bench.run(["router"], tokens, [0])
         experts = bench.count("num_active", np.int32)  # without the router, layer 0's in every layer
         if op == "select":
             graph = bench.capture_selection(tokens, MIN_LAYERS)
@@ -349,17 +349,18 @@ def main():
                                       "for the rest")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    rows = []
+    rows, token_counts = [], [*map(int, arguments.tokens.split(","))]
     for shape in [arguments.shape] if arguments.shape else SHAPES:
         bench = Bench(shape, arguments.extra)
         if not rows:
-            (read, copy), product = read_ceiling(bench.stream), product_ceiling()
+            read, copy = read_ceiling(bench.stream)
+            product = product_ceiling() if max(token_counts) > 64 else None
             rows = [("ceiling", "read", f"{read:.0f}", "GB/s"), ("ceiling", "copy", f"{copy:.0f}", "GB/s")]
             if product:
                 rows.append(("ceiling", "product", f"{product / 1e12:.0f}", "TFLOP/s"))
             print(*(f"{name} {value} {unit}" for _, name, value, unit in rows), sep=", ")
         ops = arguments.ops.split(",") if arguments.ops else DENSE_OPS if bench.config["num_heads"] > 1 else MOE_OPS
-        for tokens in map(int, arguments.tokens.split(",")):
+        for tokens in token_counts:
             rows += measure_shape(bench, shape, tokens, ops, read, product)
         bench.close()
     if arguments.csv:

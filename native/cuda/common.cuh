@@ -76,6 +76,8 @@ int launch_clusters(const Model *m, const char *name, void (*kernel)(Parameters.
     cudaError_t error = cudaSuccess;
     if (shared_bytes > 48 << 10)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (error == cudaSuccess && cluster_blocks > 8)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
     if (error == cudaSuccess) return 0;
     char layer[32] = "cuda";

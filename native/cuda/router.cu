@@ -15,7 +15,7 @@ constexpr int VECTOR = HIDDEN % 4 == 0 && LANE_COLUMNS % 4 == 0 ? 4 : HIDDEN % 2
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);    /* experts of a lane: lane, lane + 32, ... */
 constexpr int GROUP_SIZE = NUM_EXPERTS / NUM_GROUPS;
 constexpr int GROUPS_PER_LANE = ceil_div(NUM_GROUPS, 32);
-constexpr int WARPS = 16;                              /* of a block that routes */
+constexpr int WARPS = NUM_EXPERTS <= 64 ? 32 : 16;     /* of router_kernel: tokens of a block */
 constexpr int CLUSTER_BLOCKS = CUDA_ARCH >= 90 ? 8 : 1; /* at most: a GPU need not have more */
 constexpr float INFINITE = __builtin_huge_valf();
 
@@ -332,13 +332,19 @@ struct Routing {
     bool counted; /* in the layer's totals */
 };
 
-/* One row by one warp: its logits from their parts, its experts (lane i < K: the i-th) and weights; true where the logits
- * allow no choice. */
+/* A row's routing, by one warp. */
+struct Choice {
+    float logits[PER_LANE]; /* of experts lane, lane + 32, ... */
+    int expert;             /* lane i < K: the i-th best, and its weight */
+    float weight;
+    bool is_bad;            /* in every lane: the logits allow no choice */
+};
+
 template <int ROWS>
-__device__ bool route_token(const Routing &r, const float (*partials)[ROWS][NUM_EXPERTS], int token, bool is_token,
-                            int &expert) {
+__device__ Choice route_token(const Routing &r, const float (*partials)[ROWS][NUM_EXPERTS], int token) {
     int lane = threadIdx.x % 32;
-    float logits[PER_LANE], score[PER_LANE];
+    Choice choice;
+    float (&logits)[PER_LANE] = choice.logits, score[PER_LANE];
     bool is_bad = false;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
@@ -355,7 +361,7 @@ __device__ bool route_token(const Routing &r, const float (*partials)[ROWS][NUM_
         is_bad |= !(logits[j] < INFINITE);
     }
     Key best;
-    float weight = 0.0f;
+    float &weight = choice.weight = 0.0f;
     if constexpr (ROUTER_KIND == ROUTER_SPARSEMIXER) {
         best = sparsemix(logits, r.jitter, weight);
     } else {
@@ -375,31 +381,39 @@ __device__ bool route_token(const Routing &r, const float (*partials)[ROWS][NUM_
         }
         weight = weigh(chosen, logits, r.routed_scaling, r.renormalize_min);
     }
-    expert = index_of(best);
-    is_bad |= lane < K && !can_be_chosen(best);
-    if (!is_token) return false;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++)
-        if (lane + j * 32 < NUM_EXPERTS) r.state.router_logits[token * NUM_EXPERTS + lane + j * 32] = logits[j];
-    if (lane < K) {
-        r.state.expert_ids[token * K + lane] = expert;
-        r.state.expert_weights[token * K + lane] = weight;
-    }
-    return __any_sync(~0u, is_bad);
+    choice.expert = index_of(best);
+    choice.is_bad = __any_sync(~0u, is_bad || (lane < K && !can_be_chosen(best)));
+    return choice;
 }
 
-/* Makes the lowest token at fault known to the host, unless an earlier layer's is. By one block. */
-__device__ void report_fault(const Routing &r, const MoeScratch *scratch, int num_tokens) {
-    __shared__ int first;
-    if (threadIdx.x == 0) first = num_tokens;
+__device__ void store_choice(const State &s, int token, const Choice &choice) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+        if (lane + j * 32 < NUM_EXPERTS) s.router_logits[token * NUM_EXPERTS + lane + j * 32] = choice.logits[j];
+    if (lane < K) {
+        s.expert_ids[token * K + lane] = choice.expert;
+        s.expert_weights[token * K + lane] = choice.weight;
+    }
+}
+
+/* A fault is MAX_TOKENS minus the lowest token at fault, or 0: a block's. */
+__device__ int block_fault(bool is_bad, int token) {
+    __shared__ int highest;
+    if (!__syncthreads_or(is_bad)) return 0;
+    if (threadIdx.x == 0) highest = 0;
     __syncthreads();
-    for (int t = threadIdx.x; t < num_tokens; t += blockDim.x)
-        if (__ldcg(&scratch->faults[t])) atomicMin(&first, t);
+    if (is_bad) atomicMax(&highest, MAX_TOKENS - token);
     __syncthreads();
+    return highest;
+}
+
+/* Makes a fault known to the host, unless an earlier layer's is. By one thread. */
+__device__ void report_fault(const Routing &r, int fault) {
     volatile Batch *batch = r.host_batch;
-    if (threadIdx.x != 0 || batch->fault != 0) return;
+    if (batch->fault != 0) return;
     batch->fault_layer = r.layer;
-    batch->fault_token = first;
+    batch->fault_token = MAX_TOKENS - fault;
     __threadfence_system();
     batch->fault = FAULT_ROUTER_LOGIT;
 }
@@ -489,11 +503,11 @@ __device__ void dispatch(const Routing &r, const int *ids, int num_tokens) {
 
 constexpr int FEW = 64; /* assignments */
 constexpr int LOOKING_WARPS = ceil_div(max_of(NUM_EXPERTS, FEW), 32);
-static_assert(NUM_EXPERTS <= WARPS * 32, "an expert a thread");
+static_assert(NUM_EXPERTS <= 256, "an expert a thread");
 
 /* The same where they are few: thread i looks at them all, to find where expert i's begin and assignment i's place. */
 __device__ void dispatch_few(const Routing &r, const int *ids, int count) {
-    __shared__ unsigned active[WARPS];
+    __shared__ unsigned active[32];
     const State &s = r.state;
     int i = threadIdx.x, own = i < count ? ids[i] : 0, start = 0, total = 0, place = 0;
     if (i / 32 < LOOKING_WARPS)
@@ -519,39 +533,56 @@ __device__ void dispatch_few(const Routing &r, const int *ids, int count) {
     if (r.counted) *s.experts_read += num_active;
 }
 
-constexpr int FAULTY = 1 << 15; /* one block with a fault, counted in the same word as blocks */
-static_assert(ceil_div(MAX_TOKENS, WARPS) < FAULTY, "too many blocks to count beside the faulty ones");
-
-/* True in the last block to get here, or in a cluster's first once all are here; `is_bad` becomes true there if any
- * block's is. What the others wrote before can be read then. */
-__device__ bool is_last_block(MoeScratch *scratch, bool &is_bad) {
-    __shared__ int arrived, is_block_bad[CLUSTER_BLOCKS];
-    is_bad = __syncthreads_or(is_bad);
-    if (gridDim.x == 1) return true;
-    if (gridDim.x <= CLUSTER_BLOCKS) {
-        if (threadIdx.x == 0) store_to_first_block(&is_block_bad[blockIdx.x], (int)is_bad);
-        cluster_arrive();
-        cluster_wait();
-        for (int i = 0; i < gridDim.x && blockIdx.x == 0; i++) is_bad |= is_block_bad[i];
-        return blockIdx.x == 0;
-    }
+/* True in the last block to get here, where `fault` becomes all blocks'. What the others wrote before can be read then. */
+__device__ bool is_last_block(MoeScratch *scratch, int &fault) {
+    __shared__ int arrived;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        int own = is_bad ? FAULTY + 1 : 1;
-        arrived = atomicAdd(&scratch->routed_blocks, own) + own;
-        if (arrived % FAULTY == (int)gridDim.x) scratch->routed_blocks = 0; /* for the next layer */
+        if (fault) atomicMax(&scratch->fault, fault);
+        __threadfence();
+        arrived = atomicAdd(&scratch->routed_blocks, 1) + 1;
     }
     __syncthreads();
-    is_bad = arrived >= FAULTY;
-    if (arrived % FAULTY != (int)gridDim.x) return false;
+    if (arrived != (int)gridDim.x) return false;
     __threadfence();
+    fault = __ldcg(&scratch->fault);
+    __syncthreads();
+    if (threadIdx.x == 0) scratch->routed_blocks = scratch->fault = 0; /* for the next layer */
     return true;
+}
+
+/* Stores what a warp has chosen. True in the block that goes on when all are done, where `fault` becomes all blocks'.
+ * Blocks of a cluster hand the experts over in the first one's `ids` and go on there; what they store in the device's
+ * memory is not waited for. */
+__device__ bool publish(const Routing &r, MoeScratch *scratch, int *ids, const Choice &choice, int token, bool is_token,
+                        int &fault) {
+    __shared__ int faults[CLUSTER_BLOCKS];
+    bool is_slot = is_token && threadIdx.x % 32 < K;
+    int *place = ids + token * K + threadIdx.x % 32;
+    if (gridDim.x > CLUSTER_BLOCKS) {
+        if (is_token) store_choice(r.state, token, choice);
+        return is_last_block(scratch, fault);
+    }
+    if (gridDim.x == 1) {
+        if (is_slot) *place = choice.expert;
+        if (is_token) store_choice(r.state, token, choice);
+        __syncthreads();
+        return true;
+    }
+    cluster_wait(); /* the first block has begun, and has its shared memory */
+    if (is_slot) store_to_first_block(place, choice.expert);
+    if (threadIdx.x == 0) store_to_first_block(&faults[blockIdx.x], fault);
+    cluster_arrive();
+    if (is_token) store_choice(r.state, token, choice);
+    cluster_wait();
+    for (int i = 0; i < gridDim.x && blockIdx.x == 0; i++) fault = max(fault, faults[i]);
+    return blockIdx.x == 0;
 }
 
 /* Takes back what the step before counted, for the products that follow this routing. */
 __device__ void reset_counts(MoeScratch *scratch) {
-    for (int i = threadIdx.x; i < TILE_BOUND; i += WARPS * 32) scratch->written[i] = 0;
+    for (int i = threadIdx.x; i < TILE_BOUND; i += blockDim.x) scratch->written[i] = 0;
 }
 
 /* A warp a row. As many blocks as fit are a cluster, whose first block has all experts in its shared memory. */
@@ -559,52 +590,51 @@ __global__ void __launch_bounds__(WARPS * 32)
 router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_rows) {
     __shared__ int ids[CLUSTER_BLOCKS * WARPS * K];
     bool is_cluster = gridDim.x <= CLUSTER_BLOCKS;
-    if (is_cluster) cluster_arrive();
+    if (is_cluster && gridDim.x > 1) cluster_arrive();
     pdl_wait();
     pdl_trigger();
-    if (blockIdx.x == 0) reset_counts(scratch);
-    int num_tokens = r.batch->num_tokens, token = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    int expert = 0;
-    bool is_bad = false, is_token = token < num_tokens;
-    if (token < num_rows) is_bad = route_token(r, scratch->partial_logits, token, is_token, expert);
-    if (lane == 0 && is_token) scratch->faults[token] = is_bad;
-    if (is_cluster) cluster_wait(); /* the first block has begun, and has its shared memory */
-    if (is_token && lane < K && gridDim.x == 1) ids[token * K + lane] = expert;
-    if (is_token && lane < K && gridDim.x > 1 && is_cluster) store_to_first_block(&ids[token * K + lane], expert);
-    if (!is_last_block(scratch, is_bad)) return;
+    int num_tokens = r.batch->num_tokens, token = blockIdx.x * WARPS + threadIdx.x / 32;
+    Choice choice = {};
+    if (token < num_rows) choice = route_token(r, scratch->partial_logits, token);
+    bool is_token = token < num_tokens;
+    int fault = block_fault(is_token && choice.is_bad, token);
+    if (!publish(r, scratch, ids, choice, token, is_token, fault)) return;
+    reset_counts(scratch);
     if (is_cluster && num_tokens * K <= FEW)
         dispatch_few(r, ids, num_tokens * K);
     else
         dispatch(r, is_cluster ? ids : nullptr, num_tokens);
-    if (is_bad) report_fault(r, scratch, num_tokens);
+    if (fault && threadIdx.x == 0) report_fault(r, fault);
 }
 
-/* For few tokens all in one: a cluster whose blocks have a slice of the columns each, and of which the first routes. */
-constexpr int LOGIT_GROUPS = ceil_div(NUM_EXPERTS, 2 * LOGIT_EXPERTS); /* 16 experts each, of a warp */
-constexpr int CLUSTER_TOKENS = 4;
+/* For few tokens all in one: a cluster of which a block or two have a slice of the columns, and the first one routes. */
+constexpr int SMALL_WARPS = 2 * LOGIT_WARPS; /* two groups of 16 experts at a time */
+constexpr int SHARES = NUM_EXPERTS > 64 && (CUDA_ARCH == 90 || CUDA_ARCH == 100) ? 2 : 1; /* of a slice's experts */
+constexpr int LOGIT_GROUPS = ceil_div(NUM_EXPERTS, 2 * SHARES * LOGIT_EXPERTS);           /* of a warp */
+constexpr int SMALL_TOKENS = 4;
 constexpr bool FITS_CLUSTER = LOGIT_SLICES <= CLUSTER_BLOCKS && LOGIT_GROUPS <= 4 && /* in shared memory */
                               LOGIT_GROUPS * LANE_COLUMNS <= 16;                      /* and in 64 registers */
-static_assert(WARPS == 2 * LOGIT_WARPS, "two groups of experts at a time");
-static_assert(CLUSTER_TOKENS * K <= FEW, "few assignments");
+static_assert(SMALL_TOKENS * K <= FEW, "few assignments");
 
 template <int TOKENS>
-__global__ void __launch_bounds__(WARPS * 32)
+__global__ void __launch_bounds__(SMALL_WARPS * 32)
 small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, const float *x, const float *router,
                     int num_rows) {
+    constexpr int EXPERTS = LOGIT_GROUPS * 2 * LOGIT_EXPERTS; /* of a share */
     __shared__ alignas(16) float sums[LOGIT_GROUPS * 2][LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
     __shared__ float partials[LOGIT_SLICES][TOKENS][NUM_EXPERTS]; /* the first block's */
     __shared__ int ids[TOKENS * K];
     cluster_arrive();
-    int warp = threadIdx.x / 32, part = warp % LOGIT_WARPS, lane = threadIdx.x % 32, slice = blockIdx.x;
+    int warp = threadIdx.x / 32, part = warp % LOGIT_WARPS, slice = blockIdx.x / SHARES;
+    int first = blockIdx.x % SHARES * EXPERTS;
     float4 weight[LOGIT_GROUPS][LANE_COLUMNS];
 #pragma unroll
     for (int g = 0; g < LOGIT_GROUPS; g++)
-        load_router(weight[g], router, slice, part, (g * 2 + warp / LOGIT_WARPS) * LOGIT_EXPERTS);
+        load_router(weight[g], router, slice, part, first + (g * 2 + warp / LOGIT_WARPS) * LOGIT_EXPERTS);
     pdl_wait();
 #ifdef ROUTER_TRIGGERS_EARLY
     pdl_trigger();
 #endif
-    if (slice == 0) reset_counts(scratch);
     int num_tokens = r.batch->num_tokens;
     float value[TOKENS][LANE_COLUMNS];
     load_rows(value, x, num_rows, slice, part);
@@ -612,35 +642,37 @@ small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, cons
     for (int g = 0; g < LOGIT_GROUPS; g++) add_columns(sums[g * 2 + warp / LOGIT_WARPS][part], weight[g], value);
     __syncthreads();
     cluster_wait(); /* the first block has begun, and has its shared memory */
-    for (int i = threadIdx.x; i < TOKENS * NUM_EXPERTS; i += WARPS * 32) {
-        int t = i / NUM_EXPERTS, e = i % NUM_EXPERTS;
+    for (int i = threadIdx.x; i < TOKENS * EXPERTS; i += SMALL_WARPS * 32) {
+        int t = i / EXPERTS, e = i % EXPERTS;
         float total = 0.0f;
 #pragma unroll
         for (int w = 0; w < LOGIT_WARPS; w++) total += sums[e / LOGIT_EXPERTS][w][t][e % LOGIT_EXPERTS];
-        store_to_first_block(&partials[slice][t][e], total);
+        if (first + e < NUM_EXPERTS) store_to_first_block(&partials[slice][t][first + e], total);
     }
     cluster_arrive();
     cluster_wait();
 #ifndef ROUTER_TRIGGERS_EARLY
     pdl_trigger();
 #endif
-    if (slice != 0) return;
-    int expert = 0;
-    bool is_bad = false, is_token = warp < num_tokens;
-    if (warp < TOKENS && warp < num_rows) is_bad = route_token(r, partials, warp, is_token, expert);
-    if (lane == 0 && is_token) scratch->faults[warp] = is_bad;
-    if (is_token && lane < K) ids[warp * K + lane] = expert;
-    is_bad = __syncthreads_or(is_bad);
+    if (blockIdx.x != 0) return;
+    Choice choice = {};
+    bool is_token = warp < num_tokens;
+    if (warp < TOKENS && is_token) choice = route_token(r, partials, warp);
+    if (is_token && threadIdx.x % 32 < K) ids[warp * K + threadIdx.x % 32] = choice.expert;
+    int fault = block_fault(choice.is_bad, warp);
+    if (is_token) store_choice(r.state, warp, choice);
+    reset_counts(scratch);
     dispatch_few(r, ids, num_tokens * K);
-    if (is_bad) report_fault(r, scratch, num_tokens);
+    if (fault && threadIdx.x == 0) report_fault(r, fault);
 }
 
 template <bool FITS>
 int launch_small(Model *m, int num_rows, const Routing &routing, const float *router, const float *input) {
     if constexpr (FITS) {
-        auto kernel = num_rows == 1 ? small_router_kernel<1> : small_router_kernel<CLUSTER_TOKENS>;
-        return launch_clusters(m, "small_router", kernel, LOGIT_SLICES, LOGIT_SLICES, WARPS * 32, 0, routing, moe(m), input,
-                               router, num_rows);
+        auto kernel = num_rows == 1 ? small_router_kernel<1> : small_router_kernel<SMALL_TOKENS>;
+        constexpr int BLOCKS = LOGIT_SLICES * SHARES;
+        return launch_clusters(m, "small_router", kernel, BLOCKS, BLOCKS, SMALL_WARPS * 32, 0, routing, moe(m), input, router,
+                               num_rows);
     }
     return 0;
 }
@@ -664,7 +696,7 @@ int cuda_route(Model *m, int num_tokens, int layer, const float *input, const fl
     const BinHeader *h = &m->header;
     Routing routing = {m->state, device_batch(m), m->batch, correction, logit_bias, h->routed_scaling,
                        h->renormalize_min, h->router_jitter, layer, counted};
-    if (FITS_CLUSTER && num_tokens <= CLUSTER_TOKENS) return launch_small<FITS_CLUSTER>(m, num_tokens, routing, router, input);
+    if (FITS_CLUSTER && num_tokens <= SMALL_TOKENS) return launch_small<FITS_CLUSTER>(m, num_tokens, routing, router, input);
     TRY(launch_logits(m, num_tokens, router, input));
     int blocks = ceil_div(num_tokens, WARPS);
     return launch_clusters(m, "router", router_kernel, blocks, blocks <= CLUSTER_BLOCKS ? blocks : 1, WARPS * 32, 0,
