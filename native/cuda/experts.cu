@@ -7,26 +7,19 @@
  *
  * The order of every sum is fixed by the shape: a warp takes each WARPS-th piece of its item, then warps are added in
  * order, then, by the last of a panel's parts to arrive, the parts in order. */
-#include <type_traits>
-
 #include "moe.cuh"
 #include "ring.cuh"
 
 namespace {
 
 constexpr int WARPS = 8;                 /* that multiply; one more finishes their items */
-constexpr int INPUT_AHEAD = 2;           /* pieces whose inputs a warp has asked for before it needs them */
+#ifndef AHEAD
+#define AHEAD 4
+#endif
+constexpr int INPUT_AHEAD = AHEAD;           /* pieces whose inputs a warp has asked for before it needs them */
 constexpr int THREADS = (WARPS + 1) * 32;
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 constexpr int SUM_ROWS = PANEL_ROWS + 4; /* padded, so that a warp's stores meet no bank twice */
-
-/* experts_down runs beside the end of experts_up. */
-template <class P> constexpr bool PRECEDES_DOWN = std::is_same_v<P, Up>;
-#ifdef LATE_DOWN
-template <class P> constexpr bool FOLLOWS_UP = false;
-#else
-template <class P> constexpr bool FOLLOWS_UP = std::is_same_v<P, Down>;
-#endif
 
 /* Up to 8 * COLUMNS_OF_8 tokens of one expert: assignments [first, first + count). */
 struct Tile {
@@ -36,7 +29,6 @@ struct Tile {
 
 constexpr int QUEUE = 4;              /* a block's latest items; a warp asks at most two ahead */
 constexpr int UNKNOWN = -1, ASKED = -2;
-constexpr int MOST_QUESTIONS = 1 << 22; /* a second's */
 
 struct Shared {
     alignas(1024) char rings[WARPS][RING_BYTES];
@@ -45,8 +37,6 @@ struct Shared {
     Tile tiles[TILE_BOUND];
     int queue[QUEUE];                 /* the block's i-th item is at i % QUEUE */
     int num_tiles;
-    int num_written;                  /* tiles whose input is known to be complete, where FOLLOWS_UP */
-    int is_asked;                     /* 1 while a warp finds out whether more are */
     uint16_t assignments[DECODE_ASSIGNMENTS];
 };
 
@@ -61,7 +51,6 @@ struct Job {
     const int32_t *assignments; /* (num_tokens * K) */
     float *partials;            /* (SPLITS, DECODE_ASSIGNMENTS, PANELS * PANEL_ROWS) */
     int32_t *arrived;           /* (tiles, PANELS) */
-    int32_t *written;           /* (tiles): panels that experts_up has written */
     int32_t *next_item;         /* the first that no block has taken, apart from each one's first */
     int32_t *done_blocks;
 };
@@ -131,39 +120,6 @@ template <class P> struct Cursor {
     }
 };
 
-__device__ __forceinline__ int load_acquire(const int32_t *from) {
-    int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-}
-
-/* Waits until experts_up, which may still run, has written all of `tile`, and until each of its blocks is at its last
- * item, for its reading goes first. One warp of a block asks at a time, about 31 tiles: every question takes from the
- * bandwidth. The count is a short cut: what it never shows, an experts_up that is over, does not hang this. */
-__device__ void wait_for_tile(Shared &s, const Job &job, int tile) {
-    int lane = threadIdx.x % 32, last = s.num_tiles - 1;
-    for (int i = 0; i < MOST_QUESTIONS; i++) {
-        int written = 0, is_asked = 1;
-        if (lane == 0) written = *(volatile int *)&s.num_written;
-        if (lane == 0 && written <= tile) is_asked = atomicExch(&s.is_asked, 1);
-        written = __shfl_sync(~0u, written, 0);
-        if (written > tile) return;
-        if (__shfl_sync(~0u, is_asked, 0) == 0) {
-            int count = load_acquire(job.written + (lane < 31 ? min(written + lane, last) : last));
-            unsigned missing = ~__ballot_sync(~0u, count >= (lane < 31 ? Up::PANELS : Up::PANELS - (int)gridDim.x));
-            if (lane == 0) {
-                if (!(missing >> 31)) *(volatile int *)&s.num_written = written + (missing ? __ffs(missing) - 1 : 31);
-                __threadfence_block();
-                atomicExch(&s.is_asked, 0);
-            }
-            if (!(missing & 0x80000001)) continue;
-        }
-        __nanosleep(100);
-    }
-    pdl_wait();
-    *(volatile int *)&s.num_written = TILE_BOUND;
-}
-
 /* Columns 2t, 2t+1, 2t+8, 2t+9, ... of a piece of one row, t = lane % 4: what a lane holds of the second operand. */
 template <class P> __device__ __forceinline__ void load_input(float2 (&x)[CHUNK / 8], const float *row, int chunk) {
     int first = chunk * CHUNK + threadIdx.x % 4 * 2;
@@ -173,10 +129,10 @@ template <class P> __device__ __forceinline__ void load_input(float2 (&x)[CHUNK 
         x[i] = make_float2(0.0f, 0.0f);
         if (!row) continue;
         if constexpr (P::COLUMNS % CHUNK == 0) {
-            x[i] = FOLLOWS_UP<P> ? __ldcg((const float2 *)(row + c)) : *(const float2 *)(row + c);
+            x[i] = *(const float2 *)(row + c);
         } else {
-            if (c < P::COLUMNS) x[i].x = FOLLOWS_UP<P> ? __ldcg(row + c) : row[c];
-            if (c + 1 < P::COLUMNS) x[i].y = FOLLOWS_UP<P> ? __ldcg(row + c + 1) : row[c + 1];
+            if (c < P::COLUMNS) x[i].x = row[c];
+            if (c + 1 < P::COLUMNS) x[i].y = row[c + 1];
         }
     }
 }
@@ -261,23 +217,24 @@ __device__ __forceinline__ void write_outputs(const Job &job, int expert, int pa
     }
 }
 
-/* Counts what the warp has written; the count before. Whoever reads the counter can read that too. */
-__device__ __forceinline__ int count_up(int32_t *counter) {
+/* Counts what the warp has written; true in the last of a panel's parts, where what the others wrote can be read. */
+template <class P> __device__ __forceinline__ bool is_last_part(int32_t *arrived) {
     int before = 0;
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
         __threadfence();
-        before = atomicAdd(counter, 1);
+        before = atomicAdd(arrived, 1);
+        if (before == P::SPLITS - 1) *arrived = 0; /* for the next product */
     }
-    return __shfl_sync(~0u, before, 0);
+    bool is_last = __shfl_sync(~0u, before, 0) == P::SPLITS - 1;
+    if (is_last) __threadfence();
+    return is_last;
 }
 
-/* The outputs of a panel whose columns are in parts, by the last part to get here. */
+/* The outputs of a panel whose columns are in parts. */
 template <class P>
-__device__ void add_parts(Shared &s, const Job &job, const Cursor<P> &at, const Tile &tile) {
+__device__ void add_parts(const Shared &s, const Job &job, const Cursor<P> &at, const Tile &tile) {
     constexpr int ROWS = P::PANELS * PANEL_ROWS;
-    __threadfence();
-    if (threadIdx.x % 32 == 0) job.arrived[at.tile * P::PANELS + at.panel] = 0; /* for the next product */
     const float *parts = job.partials + (int64_t)tile.first * ROWS + at.panel * PANEL_ROWS;
     write_outputs<P>(job, tile.expert, at.panel, tile.count, s.assignments + tile.first, [&](int token, int row) {
         float part[P::SPLITS], sum = 0.0f;
@@ -311,11 +268,8 @@ template <class P> __device__ void finish_items(Shared &s, const Job &job, int n
                         add_warps(s, i / PANEL_ROWS, i % PANEL_ROWS);
             }
         }
-        if constexpr (P::SPLITS > 1) {
-            if (count_up(job.arrived + at.tile * P::PANELS + at.panel) < P::SPLITS - 1) continue;
-            add_parts(s, job, at, tile);
-        }
-        if (PRECEDES_DOWN<P>) count_up(job.written + at.tile);
+        if constexpr (P::SPLITS > 1)
+            if (is_last_part<P>(job.arrived + at.tile * P::PANELS + at.panel)) add_parts(s, job, at, tile);
     }
 }
 
@@ -329,17 +283,18 @@ __device__ __forceinline__ void refill(Ring &ring, Cursor<P> &ahead, Shared &s, 
     ahead.settle(s, job, num_items);
 }
 
+template <class P> __device__ void fill(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
+    for (int i = 0; i < RING_STAGES; i++) refill(ring, ahead, s, job, num_items);
+}
+
 /* The tokens' inputs for a warp's pieces, asked for some pieces ahead. */
 template <class P, int COLUMNS_OF_8> struct Inputs {
     Cursor<P> at;
     const float *row[COLUMNS_OF_8]; /* this lane's tokens', or NULL */
 
-    __device__ void find_rows(Shared &s, const Job &job, int num_items) {
+    __device__ void find_rows(const Shared &s, const Job &job, int num_items) {
         Tile tile = {0, 0, 0};
-        if (at.item < num_items) {
-            tile = s.tiles[at.tile];
-            if (FOLLOWS_UP<P>) wait_for_tile(s, job, at.tile);
-        }
+        if (at.item < num_items) tile = s.tiles[at.tile];
 #pragma unroll
         for (int n = 0; n < COLUMNS_OF_8; n++) {
             int token = n * 8 + threadIdx.x % 32 / 4;
@@ -368,6 +323,7 @@ __device__ void multiply_items(Ring &ring, Cursor<P> &ahead, Shared &s, const Jo
     inputs.find_rows(s, job, num_items);
 #pragma unroll
     for (int i = 0; i < INPUT_AHEAD; i++) inputs.ask(x[i], s, job, num_items);
+    if (!P::ROUTED_BEFORE) fill(ring, ahead, s, job, num_items); /* after the inputs, which would wait behind it */
     Cursor<P> at;
     for (at.start(s, job, 0); at.item < num_items; at.start(s, job, at.turn + 1)) {
         const Tile tile = s.tiles[at.tile];
@@ -397,11 +353,9 @@ __device__ void leave(const Job &job) {
     }
 }
 
-/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs, and
- * experts_down, which shares the SMs with experts_up, goes on to what is ready of its input: all that is between the
- * two products is known to be complete by the end of this kernel, not by its beginning. */
+/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs. */
 template <class P, int COLUMNS_OF_8>
-__global__ void __launch_bounds__(THREADS, RING_STAGES <= 3 && BULK_COPY ? 2 : 1) experts_kernel(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ Job job) {
     extern __shared__ char memory[];
     Shared &s = *(Shared *)(memory + (1024 - shared_address(memory) % 1024) % 1024);
     int warp = threadIdx.x / 32;
@@ -409,7 +363,6 @@ __global__ void __launch_bounds__(THREADS, RING_STAGES <= 3 && BULK_COPY ? 2 : 1
     Ring ring(s.rings[warp % WARPS], s.full[warp % WARPS]);
     if (!finishes) ring.begin(job.panels);
     if (threadIdx.x < QUEUE) s.queue[threadIdx.x] = UNKNOWN;
-    if (threadIdx.x == 0) s.num_written = s.is_asked = 0;
     if (!P::ROUTED_BEFORE) {
         pdl_wait();
         pdl_trigger();
@@ -417,20 +370,17 @@ __global__ void __launch_bounds__(THREADS, RING_STAGES <= 3 && BULK_COPY ? 2 : 1
     list_tiles<COLUMNS_OF_8 * 8>(s, job);
     int num_items = s.num_tiles * P::PANELS * P::SPLITS;
     Cursor<P> ahead;
-    if (!finishes) {
-        ahead.start(s, job, 0);
-        ahead.settle(s, job, num_items);
-        for (int i = 0; i < RING_STAGES; i++) refill(ring, ahead, s, job, num_items);
-    }
+    ahead.start(s, job, 0);
+    ahead.settle(s, job, num_items);
     if (P::ROUTED_BEFORE) {
-        if (!FOLLOWS_UP<P>) pdl_wait();
+        if (!finishes) fill(ring, ahead, s, job, num_items);
+        pdl_wait();
         pdl_trigger();
     }
     if (finishes)
         finish_items<P>(s, job, num_items);
     else
         multiply_items<P, COLUMNS_OF_8>(ring, ahead, s, job, num_items);
-    if (FOLLOWS_UP<P>) pdl_wait();
     if (Cursor<P>::TAKES_ITEMS) leave(job);
 }
 
@@ -445,8 +395,7 @@ template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *w
     job.offsets = m->state.expert_offsets;
     job.assignments = m->state.assignments;
     job.partials = partials;
-    job.arrived = moe(m)->arrived[P::INDEX];
-    job.written = moe(m)->written;
+    job.arrived = moe(m)->arrived;
     job.next_item = &moe(m)->next_item[P::INDEX];
     job.done_blocks = &moe(m)->done_blocks[P::INDEX];
     dim3 grid(num_multiprocessors());

@@ -27,11 +27,7 @@ struct Up {
     static constexpr bool IS_GATED = GATED, ACTIVATES = true, HAS_BIAS = EXPERT_BIAS, ROUTED_BEFORE = false;
     static constexpr int INDEX = 0; /* of a routing's two products */
     static constexpr int PANELS = ceil_div(GATED ? 2 * GATE_GROUP * ceil_div(FFN, GATE_GROUP) : FFN, PANEL_ROWS);
-#ifdef UP_SPLITS
-    static constexpr int SPLITS = UP_SPLITS;
-#else
     static constexpr int SPLITS = column_splits(PANELS, COLUMNS);
-#endif
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * DECODE_ASSIGNMENTS * PANELS * PANEL_ROWS : 1;
 };
 
@@ -41,11 +37,7 @@ struct Down {
     static constexpr bool IS_GATED = false, ACTIVATES = false, HAS_BIAS = EXPERT_BIAS, ROUTED_BEFORE = true;
     static constexpr int INDEX = 1;
     static constexpr int PANELS = ceil_div(HIDDEN, PANEL_ROWS);
-#ifdef DOWN_SPLITS
-    static constexpr int SPLITS = DOWN_SPLITS;
-#else
     static constexpr int SPLITS = column_splits(PANELS, COLUMNS);
-#endif
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * DECODE_ASSIGNMENTS * PANELS * PANEL_ROWS : 1;
 };
 
@@ -85,8 +77,7 @@ struct MoeScratch {
     int32_t routed_blocks;                                /* of a step's tokens; 0 between steps */
     int32_t fault;                                        /* MAX_TOKENS minus a token whose logits allow no choice, or 0 */
     int32_t next_item[2], done_blocks[2];                 /* of experts_up, experts_down; 0 between products */
-    int32_t arrived[2][TILE_BOUND * MOST_PANELS];         /* splits that are done; 0 between products */
-    int32_t written[TILE_BOUND];                          /* panels of the tile that experts_up is done with; 0 once routed */
+    int32_t arrived[TILE_BOUND * MOST_PANELS];            /* splits that are done; 0 between products */
     float up_partials[max_of(Up::PARTIALS, MoaIn::PARTIALS)];
     float down_partials[max_of(Down::PARTIALS, MoaOut::PARTIALS)];
 };

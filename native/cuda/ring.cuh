@@ -17,10 +17,10 @@
 
 constexpr int CHUNK = 32;                                      /* columns of a piece */
 constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
-#ifndef STAGES
-#define STAGES 6
+#ifndef RING_DEPTH
+#define RING_DEPTH 5
 #endif
-constexpr int RING_STAGES = CUDA_ARCH == 90 ? STAGES : CUDA_ARCH == 86 || CUDA_ARCH == 89 || CUDA_ARCH >= 110 ? 2 : 3; /* by an SM's memory */
+constexpr int RING_STAGES = CUDA_ARCH == 90 || CUDA_ARCH == 100 ? RING_DEPTH : CUDA_ARCH == 80 ? 3 : 2; /* by an SM's memory */
 constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
 
 /* Where a kernel's weights are: experts' panels of one matrix. */
@@ -92,11 +92,13 @@ struct Ring {
 #if BULK_COPY
         if (wanted && threadIdx.x % 32 == 0) {
             uint32_t full = barriers + filled * 8;
+            uint64_t policy; /* no weight is read twice: what is, stays in the L2 cache */
+            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" 
                          ::"r"(full), "r"(CHUNK_BYTES) : "memory");
-            asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                         "[%0], [%1, {%2, %3, %4}], [%5];"
-                         ::"r"(stage), "l"(&panels.map), "r"(0), "r"(column), "r"(index), "r"(full) : "memory");
+            asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                         "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(stage), "l"(&panels.map), "r"(0), "r"(column),
+                         "r"(index), "r"(full), "l"(policy) : "memory");
         }
 #else
         int lane = threadIdx.x % 32, eighth = lane % 8;

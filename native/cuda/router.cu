@@ -580,11 +580,6 @@ __device__ bool publish(const Routing &r, MoeScratch *scratch, int *ids, const C
     return blockIdx.x == 0;
 }
 
-/* Takes back what the step before counted, for the products that follow this routing. */
-__device__ void reset_counts(MoeScratch *scratch) {
-    for (int i = threadIdx.x; i < TILE_BOUND; i += blockDim.x) scratch->written[i] = 0;
-}
-
 /* A warp a row. As many blocks as fit are a cluster, whose first block has all experts in its shared memory. */
 __global__ void __launch_bounds__(WARPS * 32)
 router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_rows) {
@@ -599,7 +594,6 @@ router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_ro
     bool is_token = token < num_tokens;
     int fault = block_fault(is_token && choice.is_bad, token);
     if (!publish(r, scratch, ids, choice, token, is_token, fault)) return;
-    reset_counts(scratch);
     if (is_cluster && num_tokens * K <= FEW)
         dispatch_few(r, ids, num_tokens * K);
     else
@@ -632,9 +626,6 @@ small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, cons
     for (int g = 0; g < LOGIT_GROUPS; g++)
         load_router(weight[g], router, slice, part, first + (g * 2 + warp / LOGIT_WARPS) * LOGIT_EXPERTS);
     pdl_wait();
-#ifdef ROUTER_TRIGGERS_EARLY
-    pdl_trigger();
-#endif
     int num_tokens = r.batch->num_tokens;
     float value[TOKENS][LANE_COLUMNS];
     load_rows(value, x, num_rows, slice, part);
@@ -651,9 +642,7 @@ small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, cons
     }
     cluster_arrive();
     cluster_wait();
-#ifndef ROUTER_TRIGGERS_EARLY
-    pdl_trigger();
-#endif
+    pdl_trigger(); /* here, for blocks that come earlier find these SMs full, and crowd on others */
     if (blockIdx.x != 0) return;
     Choice choice = {};
     bool is_token = warp < num_tokens;
@@ -661,7 +650,6 @@ small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, cons
     if (is_token && threadIdx.x % 32 < K) ids[warp * K + threadIdx.x % 32] = choice.expert;
     int fault = block_fault(choice.is_bad, warp);
     if (is_token) store_choice(r.state, warp, choice);
-    reset_counts(scratch);
     dispatch_few(r, ids, num_tokens * K);
     if (fault && threadIdx.x == 0) report_fault(r, fault);
 }
