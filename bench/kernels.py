@@ -32,7 +32,7 @@ from colibri.native import Library
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
-# What a library needs besides a shape: bf16 weights, SiLU; the smallest attention, so that the block's input stays as it is.
+# What a library needs besides a shape: bf16 weights, SiLU; the smallest attention, so that the block's input stays.
 CONFIG = {"weight_dtype": 2, "activation": 0, "gated": 1, "router_kind": 0, "router_bias": 0, "renormalize": 1,
           "num_groups": 1, "topk_groups": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "vocab_size": 64}
 SHAPES = {
@@ -122,11 +122,10 @@ class Bench:
         return pointer
 
     def random_tensor(self, tensor, header):
-        """float32 of 1 or so; bf16 of 0.03 or so, one random block over and over: a copy costs less than drawing them."""
+        """float32 of 1 or so; bf16 of 0.03 or so, one random block over and over, for a copy is quicker."""
         count = stored_elements(tensor, header)
         if tensor.type == "float":
-            return self.upload(self.rng.standard_normal(-(-count // 64) * 64 if len(tensor.shape) == 1 else count)
-                               .astype(np.float32))
+            return self.upload(self.rng.standard_normal(count).astype(np.float32))
         if self.block is None:
             block = (self.rng.standard_normal(1 << 24) * 0.03).astype(np.float32).view(np.uint32) >> 16
             self.block = block.astype(np.uint16)
@@ -210,7 +209,7 @@ class Bench:
 
 
 def time_launches(stream, launch, repeats):
-    """Median microseconds of one launch, by events, after 20 ms and more of them: a GPU that was idle is slow at first."""
+    """Median microseconds of one launch, by events, after 20 ms of them: a GPU that was idle is slow at first."""
     begin, end = (call("cuEventCreate", 0) for _ in range(2))
     times, start = [], time.perf_counter()
     while time.perf_counter() - start < 0.02:
@@ -266,10 +265,10 @@ def product_ceiling(size=8192):
 
 BLOCK = ["router", "experts_up", "experts_down", "combine"]
 MOE_OPS = {"block": BLOCK, "single": BLOCK, "router": ["router"], "select": [],
-           "experts_up": ["experts_up"], "experts": ["experts_up", "experts_down"], "combine": ["combine"]}
+           "experts_up": ["experts_up"], "experts_down": ["experts_down"], "combine": ["combine"]}
 DENSE_OPS = {name: [name] for name in ("norm", "qkv", "rope", "attention", "attention_out", "gather_norm", "lm_head")}
 OPS = {**MOE_OPS, **DENSE_OPS}
-MATRICES = {"block": 3, "single": 3, "experts": 3, "experts_up": 2}
+MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1}
 
 
 def work(config, op, tokens, experts):
@@ -345,8 +344,7 @@ def main():
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--tokens", default="1,4,16,32")
     parser.add_argument("--extra", default="")
-    parser.add_argument("--ops", help=f"of {', '.join(OPS)}; default: the dense ones for the last two shapes, the others "
-                                      "for the rest")
+    parser.add_argument("--ops", help=f"of {', '.join(OPS)}; default: the dense ones for shapes with attention, else the MoE's")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     rows, token_counts = [], [*map(int, arguments.tokens.split(","))]

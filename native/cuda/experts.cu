@@ -1,8 +1,9 @@
 /* The experts' products for few tokens: experts_up with its activation, experts_down, and the sum over slots.
  *
  * Bound by reading weights, so a block an SM goes through items (tile of one expert's tokens, panel, part of the
- * columns), and every warp keeps its own ring of copies in flight across items. SMs are not equally fast, so where
- * items are large, a block takes the next one that nobody has. Weights are the first operand of the matrix instruction,
+ * columns), and every warp that multiplies keeps its own ring of copies in flight across items; one more warp adds up
+ * their sums and writes an item's outputs, while the others are at the next. SMs are not equally fast, so where items
+ * are large, a block takes the next one that nobody has. Weights are the first operand of the matrix instruction,
  * tokens its 8 columns.
  *
  * The order of every sum is fixed by the shape: a warp takes each WARPS-th piece of its item, then warps are added in
@@ -13,10 +14,7 @@
 namespace {
 
 constexpr int WARPS = 8;                 /* that multiply; one more finishes their items */
-#ifndef AHEAD
-#define AHEAD 4
-#endif
-constexpr int INPUT_AHEAD = AHEAD;           /* pieces whose inputs a warp has asked for before it needs them */
+constexpr int INPUT_AHEAD = 2;           /* pieces whose inputs a warp has asked for before it needs them */
 constexpr int THREADS = (WARPS + 1) * 32;
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 constexpr int SUM_ROWS = PANEL_ROWS + 4; /* padded, so that a warp's stores meet no bank twice */
@@ -247,7 +245,7 @@ __device__ void add_parts(const Shared &s, const Job &job, const Cursor<P> &at, 
     });
 }
 
-/* What comes after the products of all items of this block, by a warp of its own: its waits for memory hold up nothing. */
+/* What comes after the products of all items of this block, by a warp of its own, whose waits hold up nothing. */
 template <class P> __device__ void finish_items(Shared &s, const Job &job, int num_items) {
     constexpr int ROWS = P::PANELS * PANEL_ROWS;
     Cursor<P> at;
@@ -281,10 +279,6 @@ __device__ __forceinline__ void refill(Ring &ring, Cursor<P> &ahead, Shared &s, 
     ring.fill(job.panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
     ahead.chunk += WARPS;
     ahead.settle(s, job, num_items);
-}
-
-template <class P> __device__ void fill(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
-    for (int i = 0; i < RING_STAGES; i++) refill(ring, ahead, s, job, num_items);
 }
 
 /* The tokens' inputs for a warp's pieces, asked for some pieces ahead. */
@@ -323,7 +317,6 @@ __device__ void multiply_items(Ring &ring, Cursor<P> &ahead, Shared &s, const Jo
     inputs.find_rows(s, job, num_items);
 #pragma unroll
     for (int i = 0; i < INPUT_AHEAD; i++) inputs.ask(x[i], s, job, num_items);
-    if (!P::ROUTED_BEFORE) fill(ring, ahead, s, job, num_items); /* after the inputs, which would wait behind it */
     Cursor<P> at;
     for (at.start(s, job, 0); at.item < num_items; at.start(s, job, at.turn + 1)) {
         const Tile tile = s.tiles[at.tile];
@@ -370,10 +363,12 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
     list_tiles<COLUMNS_OF_8 * 8>(s, job);
     int num_items = s.num_tiles * P::PANELS * P::SPLITS;
     Cursor<P> ahead;
-    ahead.start(s, job, 0);
-    ahead.settle(s, job, num_items);
+    if (!finishes) {
+        ahead.start(s, job, 0);
+        ahead.settle(s, job, num_items);
+        for (int i = 0; i < RING_STAGES; i++) refill(ring, ahead, s, job, num_items);
+    }
     if (P::ROUTED_BEFORE) {
-        if (!finishes) fill(ring, ahead, s, job, num_items);
         pdl_wait();
         pdl_trigger();
     }

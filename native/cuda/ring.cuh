@@ -17,10 +17,7 @@
 
 constexpr int CHUNK = 32;                                      /* columns of a piece */
 constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
-#ifndef RING_DEPTH
-#define RING_DEPTH 5
-#endif
-constexpr int RING_STAGES = CUDA_ARCH == 90 || CUDA_ARCH == 100 ? RING_DEPTH : CUDA_ARCH == 80 ? 3 : 2; /* by an SM's memory */
+constexpr int RING_STAGES = CUDA_ARCH == 90 || CUDA_ARCH == 100 ? 5 : CUDA_ARCH == 80 ? 3 : 2; /* by an SM's memory */
 constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
 
 /* Where a kernel's weights are: experts' panels of one matrix. */
@@ -92,7 +89,7 @@ struct Ring {
 #if BULK_COPY
         if (wanted && threadIdx.x % 32 == 0) {
             uint32_t full = barriers + filled * 8;
-            uint64_t policy; /* no weight is read twice: what is, stays in the L2 cache */
+            uint64_t policy; /* weights are read once: what is read again keeps its place in the L2 cache */
             asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" 
                          ::"r"(full), "r"(CHUNK_BYTES) : "memory");

@@ -2,8 +2,9 @@
  *
  * The logits' sums are split over columns into slices that the shape fixes; router_kernel adds the slices in order and
  * routes, one warp a token. Order is (score descending, expert ascending) by a bitonic network over the warp's lanes,
- * on words of which the upper half is the score and the lower half tells the expert. The block that is done last goes
- * on to build the lists. */
+ * on words of which the upper half is the score and the lower half tells the expert. One block goes on to build the
+ * lists: the first of a cluster, or the one that is done last. For few tokens one kernel does all, a cluster whose
+ * blocks have a slice each and hand their sums to the first one's shared memory. */
 #include "moe.cuh"
 
 namespace {
@@ -15,7 +16,7 @@ constexpr int VECTOR = HIDDEN % 4 == 0 && LANE_COLUMNS % 4 == 0 ? 4 : HIDDEN % 2
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);    /* experts of a lane: lane, lane + 32, ... */
 constexpr int GROUP_SIZE = NUM_EXPERTS / NUM_GROUPS;
 constexpr int GROUPS_PER_LANE = ceil_div(NUM_GROUPS, 32);
-constexpr int WARPS = NUM_EXPERTS <= 64 ? 32 : 16;     /* of router_kernel: tokens of a block */
+constexpr int WARPS = 16;                              /* of router_kernel: tokens of a block */
 constexpr int CLUSTER_BLOCKS = CUDA_ARCH >= 90 ? 8 : 1; /* at most: a GPU need not have more */
 constexpr float INFINITE = __builtin_huge_valf();
 
@@ -503,11 +504,11 @@ __device__ void dispatch(const Routing &r, const int *ids, int num_tokens) {
 
 constexpr int FEW = 64; /* assignments */
 constexpr int LOOKING_WARPS = ceil_div(max_of(NUM_EXPERTS, FEW), 32);
-static_assert(NUM_EXPERTS <= 256, "an expert a thread");
+static_assert(NUM_EXPERTS <= WARPS * 32, "an expert a thread");
 
 /* The same where they are few: thread i looks at them all, to find where expert i's begin and assignment i's place. */
 __device__ void dispatch_few(const Routing &r, const int *ids, int count) {
-    __shared__ unsigned active[32];
+    __shared__ unsigned active[WARPS];
     const State &s = r.state;
     int i = threadIdx.x, own = i < count ? ids[i] : 0, start = 0, total = 0, place = 0;
     if (i / 32 < LOOKING_WARPS)
@@ -533,7 +534,7 @@ __device__ void dispatch_few(const Routing &r, const int *ids, int count) {
     if (r.counted) *s.experts_read += num_active;
 }
 
-/* True in the last block to get here, where `fault` becomes all blocks'. What the others wrote before can be read then. */
+/* True in the last block to get here, where `fault` becomes all blocks', and what the others wrote can be read. */
 __device__ bool is_last_block(MoeScratch *scratch, int &fault) {
     __shared__ int arrived;
     __threadfence();
@@ -601,8 +602,9 @@ router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_ro
     if (fault && threadIdx.x == 0) report_fault(r, fault);
 }
 
-/* For few tokens all in one: a cluster of which a block or two have a slice of the columns, and the first one routes. */
+/* For few tokens all in one: a cluster of which a block or two have a slice of the columns, and the first routes. */
 constexpr int SMALL_WARPS = 2 * LOGIT_WARPS; /* two groups of 16 experts at a time */
+static_assert(SMALL_WARPS <= WARPS, "the lists' shared memory is for so many warps");
 constexpr int SHARES = NUM_EXPERTS > 64 && (CUDA_ARCH == 90 || CUDA_ARCH == 100) ? 2 : 1; /* of a slice's experts */
 constexpr int LOGIT_GROUPS = ceil_div(NUM_EXPERTS, 2 * SHARES * LOGIT_EXPERTS);           /* of a warp */
 constexpr int SMALL_TOKENS = 4;
@@ -659,8 +661,8 @@ int launch_small(Model *m, int num_rows, const Routing &routing, const float *ro
     if constexpr (FITS) {
         auto kernel = num_rows == 1 ? small_router_kernel<1> : small_router_kernel<SMALL_TOKENS>;
         constexpr int BLOCKS = LOGIT_SLICES * SHARES;
-        return launch_clusters(m, "small_router", kernel, BLOCKS, BLOCKS, SMALL_WARPS * 32, 0, routing, moe(m), input, router,
-                               num_rows);
+        return launch_clusters(m, "small_router", kernel, BLOCKS, BLOCKS, SMALL_WARPS * 32, 0, routing, moe(m), input,
+                               router, num_rows);
     }
     return 0;
 }
@@ -684,7 +686,8 @@ int cuda_route(Model *m, int num_tokens, int layer, const float *input, const fl
     const BinHeader *h = &m->header;
     Routing routing = {m->state, device_batch(m), m->batch, correction, logit_bias, h->routed_scaling,
                        h->renormalize_min, h->router_jitter, layer, counted};
-    if (FITS_CLUSTER && num_tokens <= SMALL_TOKENS) return launch_small<FITS_CLUSTER>(m, num_tokens, routing, router, input);
+    if (FITS_CLUSTER && num_tokens <= SMALL_TOKENS)
+        return launch_small<FITS_CLUSTER>(m, num_tokens, routing, router, input);
     TRY(launch_logits(m, num_tokens, router, input));
     int blocks = ceil_div(num_tokens, WARPS);
     return launch_clusters(m, "router", router_kernel, blocks, blocks <= CLUSTER_BLOCKS ? blocks : 1, WARPS * 32, 0,
