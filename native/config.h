@@ -176,6 +176,7 @@ typedef struct Config {
     uint32_t interleave_rows;
     uint32_t max_batch;         /* from here on the library's own: not in the file */
     uint32_t max_seq_len;
+    uint32_t window_piece;
     uint32_t cuda_arch;         /* 0: no CUDA backend; 90 for sm_90 */
 } Config;
 

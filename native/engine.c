@@ -15,7 +15,7 @@ int colibri_config(void *config) {
         .q_lora_rank = Q_LORA_RANK, .kv_lora_rank = KV_LORA_RANK, .qk_norm = QK_NORM, .sinks = SINKS,
         .expert_bias = EXPERT_BIAS, .dense_ffn = DENSE_FFN, .shared_ffn = SHARED_FFN, .shared_gate = SHARED_GATE,
         .interleave_rows = PANEL_ROWS, .max_batch = MAX_BATCH, .max_seq_len = MAX_SEQ_LEN,
-        .cuda_arch = CUDA_ARCH};
+        .window_piece = WINDOW_PIECE, .cuda_arch = CUDA_ARCH};
     memcpy(config, &baked, sizeof baked);
     return 0;
 }

@@ -1,7 +1,7 @@
-"""Every family, converted and run on the GPU: the host's logits, the original's tokens, whatever the pieces and the batch.
+"""Every family, converted and run on the GPU: the host's logits and tokens, whatever the pieces and the batch.
 
-Experts take their inputs in the dtype of the weights. In bf16 that is coarse enough to turn a token's choice between two
-experts that are as good as equal; in f16 it turns none of these."""
+Experts take their inputs in the dtype of the weights. In bf16 that is coarse enough to turn a token's choice between
+two experts that are as good as equal; in f16 it turns none of these."""
 
 import gpu_model
 import numpy as np
@@ -50,23 +50,22 @@ def test_logits(family):
     for ids, original in zip(recorded["ids"], recorded["logits"]):
         got, expected = logits(gpu, ids), logits(host, ids)
         assert_close(got, expected, dtype)
-        if dtype == "f16" and name != "dbrx":  # whose residual stream is a mean of 800 deviations, rounded to f16 already
+        # dbrx's x is a mean of 800 deviations: its weights in f16 alone put the logits 5e-3 away
+        if dtype == "f16" and name != "dbrx":
             assert_close(got, original, dtype)
 
 
 def test_greedy_tokens(family):
-    """The original's, or with bf16 weights the host's, up to a step at which the two best are as near as may blur."""
+    """The host's, up to a step at which the two best are as near as may blur."""
     name, dtype, host, gpu = family
-    recorded = np.load(CASES / f"{name}.npz")
-    for ids, original in zip(recorded["ids"], recorded["greedy"]):
+    for ids in np.load(CASES / f"{name}.npz")["ids"]:
         tokens = []
         for engine in (host, gpu):
             with engine.session() as session:
-                tokens.append(np.array(list(session.generate(ids[:8], len(original)))))
-        expected = original if dtype == "f16" else tokens[0]
-        wrong = np.flatnonzero(tokens[1] != expected)
+                tokens.append(np.array(list(session.generate(ids[:8], 24))))
+        wrong = np.flatnonzero(tokens[1] != tokens[0])
         if len(wrong):
-            row = np.sort(logits(host, [*ids[:8], *expected[:wrong[0]]])[-1])
+            row = np.sort(logits(host, np.append(ids[:8], tokens[0][:wrong[0]]))[-1])
             assert row[-1] - row[-2] < max(1e-3, 2 * TOLERANCE[dtype] * np.abs(row).max()), (wrong[0], row[-2:])
 
 

@@ -11,7 +11,7 @@ TOKENS = (1, 2, 3, 7, 16, 31, 32, 33, 64, 65, 127, 128, 129, 512)
 BIASES = dict.fromkeys(("norm_bias", "qkv_bias", "attention_out_bias", "lm_head_bias"), 1)
 MODELS = {
     "example": {"hidden": 128, "ffn": 96, "num_experts": 32, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16},
-    "odd": {"hidden": 100, "num_heads": 6, "num_kv_heads": 2, "head_dim": 18, "vocab_size": 301, "rope_theta": 500000.0},
+    "odd": {"hidden": 100, "num_heads": 6, "num_kv_heads": 2, "head_dim": 18, "vocab_size": 301, "rope_theta": 5e5},
     "bf16, segments": {"hidden": 1100, "num_heads": 10, "num_kv_heads": 2, "head_dim": 80, "vocab_size": 3000,
                        "weight_dtype": 2},
     "one kv head": {"num_heads": 24, "num_kv_heads": 1, "head_dim": 128, "hidden": 520, "vocab_size": 1000},
@@ -24,10 +24,10 @@ MODELS = {
         "hidden": 100, "num_heads": 12, "num_kv_heads": 2, "head_dim": 42, "rotary_dim": 22, "qk_norm": 1, "sinks": 1,
         "window": 37, "window_layers": [2, 0, 0, 0], "rope_attention_factor": 1.3, "weight_dtype": 2},
     "norms of all heads, long window": {
-        "num_heads": 24, "num_kv_heads": 4, "head_dim": 128, "rotary_dim": 64, "qk_norm": 2, "sinks": 1, "clip_qkv": 2.0,
-        "window": 200, "window_layers": [2, 0, 0, 0]},
-    "latent": {"attention_kind": 1, "num_heads": 5, "num_kv_heads": 5, "head_dim": 22, "rotary_dim": 10, "v_head_dim": 13,
-               "kv_lora_rank": 18, "latent_norm_eps": 1e-2, "qkv_bias": 1},
+        "num_heads": 24, "num_kv_heads": 4, "head_dim": 128, "rotary_dim": 64, "qk_norm": 2, "sinks": 1,
+        "clip_qkv": 2.0, "window": 200, "window_layers": [2, 0, 0, 0]},
+    "latent": {"attention_kind": 1, "num_heads": 5, "num_kv_heads": 5, "head_dim": 22, "rotary_dim": 10,
+               "v_head_dim": 13, "kv_lora_rank": 18, "latent_norm_eps": 1e-2, "qkv_bias": 1},
     "latents": {"attention_kind": 1, "num_heads": 8, "num_kv_heads": 8, "head_dim": 192, "rotary_dim": 64,
                 "v_head_dim": 128, "q_lora_rank": 600, "kv_lora_rank": 512, "latent_norm_eps": 1e-6, "weight_dtype": 2},
     "mixture of attention": {"attention_kind": 2, "k": 3, "num_heads": 9, "num_kv_heads": 3, "head_dim": 34,
@@ -63,7 +63,8 @@ class Pair:
 
     def begin(self, rows, **values):
         for engine in (self.host, self.gpu):
-            for name, value in {"num_logits": rows, "logit_rows": range(rows), **values}.items():
+            for name, value in {"num_logits": rows, "logit_rows": range(rows), "slots": [0] * rows,
+                                "positions": [0] * rows, **values}.items():
                 field = engine._fields[name]
                 field[:len(value) if np.ndim(value) else 1] = value
             engine.run_op("begin", rows)
@@ -86,7 +87,7 @@ class Pair:
         """(slot, position) for every token, no two at the same place of a cache."""
         values = self.host.library.headers.cache_values(self.header)
         kept = values["ring"] if values["num_windowed"] else self.host.context
-        flat = self.rng.choice(self.host.num_slots * kept, rows, replace=False)
+        flat = np.sort(self.rng.choice(self.host.num_slots * kept, rows, replace=False))
         rounds = self.rng.integers(0, self.host.context // kept, rows)
         return {"slots": flat // kept, "positions": flat % kept + kept * rounds}
 

@@ -1,7 +1,7 @@
 /* Causal attention over the KV cache, a block for one token, one tile of queries that share a kv head, and one chunk of
- * positions. Chunks are counted from the first position that the token sees and are merged in their order, for few tokens
- * by the last block of the token to finish, for a long prompt by one block that takes all chunks: the same bits either
- * way. */
+ * positions. Chunks are counted from the first position that the token sees and are merged in their order, for few
+ * tokens by the last block of the token to finish, for a long prompt by one block that takes all chunks: the same bits
+ * either way. */
 #include "common.cuh"
 
 #if NUM_HEADS
@@ -46,7 +46,7 @@ struct Shared {
     float maximum[QUERIES], sum[QUERIES];
 };
 
-/* The keys and values of a kv head that one token sees: rows `first`, first + 1, ..., in a ring that has `ring` of them. */
+/* The keys and values of a kv head that one token sees: rows `first`, first + 1, ..., in a ring of `ring` rows. */
 struct Seen {
     const float *keys, *values;
     int first, ring;
@@ -86,7 +86,8 @@ template <typename Vector> __device__ void add_product(float &sum, Vector a, Vec
 template <bool WINDOW>
 __device__ void score_positions(Shared &s, const Seen &seen, int first, int num_positions, float scale) {
     for (int p = threadIdx.x; p < num_positions; p += THREADS) {
-        const vector_t *key = reinterpret_cast<const vector_t *>(seen.keys + row_of<WINDOW>(seen, first + p) * HEAD_DIM);
+        const float *row = seen.keys + row_of<WINDOW>(seen, first + p) * HEAD_DIM;
+        const vector_t *key = reinterpret_cast<const vector_t *>(row);
         float dot[QUERIES] = {};
 #pragma unroll 4
         for (int d = 0; d < HEAD_DIM / VECTOR; d++) {
@@ -166,7 +167,8 @@ __device__ bool merge_chunks(Partial (&out)[PER_THREAD], ChunkResult *chunks, in
         int output = threadIdx.x + i * THREADS, query = output / V_HEAD_DIM;
         if (output >= OUTPUTS) continue;
         chunks[chunk].value[output] = out[i].value;
-        if (output % V_HEAD_DIM == 0) chunks[chunk].maximum[query] = out[i].maximum, chunks[chunk].sum[query] = out[i].sum;
+        if (output % V_HEAD_DIM > 0) continue;
+        chunks[chunk].maximum[query] = out[i].maximum, chunks[chunk].sum[query] = out[i].sum;
     }
     __threadfence();
     __syncthreads();
@@ -261,8 +263,8 @@ int cuda_attention(Model *m, int num_tokens, int layer) {
                            device_batch(m), layer_cache(m, layer), m->header.attention_scale};
     int window = arguments.cache.window, longest = window && window < MAX_SEQ_LEN ? window : MAX_SEQ_LEN;
     dim3 grid(num_tokens, TILES, num_tokens <= SPLIT_TOKENS ? ceil_div(longest, CHUNK) : 1);
-    return launch(m, "attention", window ? attention_kernel<true> : attention_kernel<false>, grid, THREADS, 0, arguments,
-                  chunks, arrived);
+    return launch(m, "attention", window ? attention_kernel<true> : attention_kernel<false>, grid, THREADS, 0,
+                  arguments, chunks, arrived);
 }
 
 #else

@@ -174,7 +174,7 @@ template <typename T> __device__ __forceinline__ T warp_sum(T value) {
     return value;
 }
 
-/* The sum over a block of THREADS, in every thread, in an order that THREADS fixes. A kernel calls it once for each T. */
+/* The sum over a block of THREADS, in every thread, in an order that THREADS fixes. A kernel calls it once a T. */
 template <int THREADS, typename T> __device__ T block_sum(T value) {
     __shared__ T warps[THREADS / 32];
     value = warp_sum(value);

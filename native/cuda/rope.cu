@@ -1,5 +1,5 @@
-/* From rows of qkv to queries, and to keys and values in the caches: q and k normed, clipped and rotated by their token's
- * position. A block has some heads of one token: as many as are normed together, of q, of k or of v. */
+/* From rows of qkv to queries, and to keys and values in the caches: q and k normed, clipped and rotated by their
+ * token's position. A block has some heads of one token: as many as are normed together, of q, of k or of v. */
 #include <cmath>
 
 #include "common.cuh"
