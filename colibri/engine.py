@@ -57,17 +57,28 @@ class Engine:
         self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
         if dispatch not in (None, *DISPATCH):
             raise ColibriError(f"--dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
+        try:
+            self._place(memory, dispatch)
+        except ColibriError as error:
+            if backend != "auto" or dispatch or memory is HostMemory:
+                raise
+            self.why_host = str(error)
+            self.library = open_library(self.checkpoint, "host", build)
+            self._place(HostMemory, dispatch)
+        self._free_slots = list(range(self.num_slots))[::-1]
+        self.path = self.library.path(self.memory.code).decode()
+        whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
+        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit"))
+        self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
+
+    def _place(self, memory, dispatch):
+        """Opens a backend's memory and puts the model there."""
         self.memory = memory(self.library, dispatch)
         try:
             self._bind()
         except BaseException:
             self.memory.close()
             raise
-        self._free_slots = list(range(self.num_slots))[::-1]
-        self.path = self.library.path(self.memory.code).decode()
-        whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
-        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit"))
-        self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
 
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""
@@ -224,7 +235,7 @@ class Engine:
     def precapture(self):
         """Makes the graphs of decoding now rather than at the first steps that need them."""
         with self._open():
-            self.memory.precapture(self._address, self.num_layers)
+            self.memory.precapture(self._address)
 
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""
@@ -425,7 +436,9 @@ def load_library(checkpoint, backend, build_missing):
     if backend != "host":
         from colibri import device  # imports cuda.bindings: not on the host's way
         try:
-            library = open_library(checkpoint, device.arch(), build_missing)
+            arch = device.arch()
+            device.check_weights(checkpoint)
+            library = open_library(checkpoint, arch, build_missing)
             device.check_library(library)
             return library, device.DeviceMemory, ""
         except ColibriError as error:

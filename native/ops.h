@@ -11,7 +11,6 @@
 typedef struct Ops {
     const char *(*name)(void);          /* "host avx2", "host portable", "cuda sm_90" */
     int64_t (*scratch_bytes)(void);
-    int (*check)(const Model *m);           /* once a model: whether the backend can do all that its header asks for */
     int (*begin)(Model *m, int num_tokens); /* once a step, before the first op */
     /* x[t] = embed[tokens[t]] * embedding_multiplier, or a bare stack's input[t] */
     int (*embed)(Model *m, int num_tokens);

@@ -17,17 +17,23 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
 CONTEXT = 1024
 
 
-@pytest.fixture(scope="module", params=names.FAMILIES)
-def family(request, tmp_path_factory):
-    """(name, Engine of its f32 conversion); its config allows the longer context."""
-    folder = shutil.copytree(CASES / request.param, tmp_path_factory.mktemp(request.param) / "model")
-    config = json.loads((folder / "config.json").read_text())
+def converted(name, folder, dtype):
+    """A family's checkpoint as folder/dtype.bin, with a config that allows the longer context."""
+    checkpoint = folder / "model"
+    shutil.copytree(CASES / name, checkpoint, dirs_exist_ok=True)
+    config = json.loads((checkpoint / "config.json").read_text())
     for key in ("max_position_embeddings", "max_seq_len"):
         if key in config:
             config[key] = CONTEXT
-    (folder / "config.json").write_text(json.dumps(config))
-    assert converter.main([str(folder), str(folder / "model.bin"), "--dtype", "f32"]) == 0
-    with opened(folder / "model.bin", CONTEXT) as engine:
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert converter.main([str(checkpoint), str(folder / f"{dtype}.bin"), "--dtype", dtype]) == 0
+    return folder / f"{dtype}.bin"
+
+
+@pytest.fixture(scope="module", params=names.FAMILIES)
+def family(request, tmp_path_factory):
+    """(name, Engine of its f32 conversion)"""
+    with opened(converted(request.param, tmp_path_factory.mktemp(request.param), "f32"), CONTEXT) as engine:
         yield request.param, engine
 
 

@@ -23,16 +23,21 @@ int cuda_begin(Model *m, int num_tokens);
 int cuda_embed(Model *m, int num_tokens);
 int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
 int cuda_qkv(Model *m, int num_tokens, const Layer *layer);
+int cuda_queries(Model *m, int num_tokens, int layer);
 int cuda_rope(Model *m, int num_tokens, int layer);
 int cuda_attention(Model *m, int num_tokens, int layer);
 int cuda_attention_out(Model *m, int num_tokens, const Layer *layer);
 int cuda_router(Model *m, int num_tokens, int layer, const float *input);
+int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
 int cuda_experts_down(Model *m, int num_tokens, const Layer *layer);
 int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual);
 int cuda_gather_norm(Model *m, int num_logits);
 int cuda_lm_head(Model *m, int num_logits);
 int cuda_sample(Model *m, int num_logits);
+
+/* q_b and kv_b of ATTENTION_LATENT: from the latents of qkv to q and kv. */
+int cuda_latent_products(Model *m, int num_tokens, const Layer *layer);
 
 /* The scratch block: the step's batch, copied to the device by begin; the MoE's part; the dense products' and attention's. */
 int64_t cuda_moe_scratch_bytes();
@@ -51,29 +56,40 @@ inline int64_t cuda_scratch_bytes() {
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
-/* Launches on the model's stream; the kernel may start before the one before it has ended (see above). */
+/* Launches on the model's stream; the kernel may start before the one before it has ended (see above). Every
+ * `cluster_blocks` of the grid's x form a cluster; more than 1 from sm_90 on. */
 template <typename... Parameters, typename... Arguments>
-int launch(const Model *m, const char *name, void (*kernel)(Parameters...), dim3 grid, int threads,
-           size_t shared_bytes, Arguments... arguments) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+int launch_clusters(const Model *m, const char *name, void (*kernel)(Parameters...), dim3 grid, int cluster_blocks,
+                    int threads, size_t shared_bytes, Arguments... arguments) {
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)cluster_blocks, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = (cudaStream_t)m->stream;
-    config.attrs = &early;
-    config.numAttrs = CUDA_ARCH >= 90 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = CUDA_ARCH < 90 ? 0 : cluster_blocks > 1 ? 2 : 1;
     cudaError_t error = cudaSuccess;
     if (shared_bytes > 48 << 10)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (error == cudaSuccess && cluster_blocks > 8)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
     if (error == cudaSuccess) return 0;
     char layer[32] = "cuda";
     if (m->layer >= 0) snprintf(layer, sizeof layer, "layers.%d", m->layer);
     return fail("%s: %s_kernel=%s, expected a launch; see python -m colibri.run --doctor", layer, name,
                 cudaGetErrorString(error));
+}
+
+template <typename... Parameters, typename... Arguments>
+int launch(const Model *m, const char *name, void (*kernel)(Parameters...), dim3 grid, int threads,
+           size_t shared_bytes, Arguments... arguments) {
+    return launch_clusters(m, name, kernel, grid, 1, threads, shared_bytes, arguments...);
 }
 
 inline int num_multiprocessors() {
@@ -95,6 +111,35 @@ __device__ __forceinline__ void pdl_wait() {
 __device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* Clusters: blocks that run at the same time and write into each other's shared memory, from sm_90 on. What a block
+ * wrote before it arrived, all see once they have waited. */
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/* Writes 32 bits where the cluster's first block has `shared`. */
+template <typename T> __device__ __forceinline__ void store_to_first_block(T *shared, T value) {
+    static_assert(sizeof(T) == 4, "32 bits");
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n .reg .b32 address;\n"
+                 "mapa.shared::cluster.u32 address, %0, 0;\n"
+                 "st.shared::cluster.b32 [address], %1;\n}" ::"r"(shared_address(shared)), "r"(*(uint32_t *)&value)
+                 : "memory");
 #endif
 }
 
@@ -124,9 +169,20 @@ __device__ __forceinline__ uint32_t to_weights(float low, float high) {
 }
 
 /* The sum over the warp's lanes, in every lane, in one fixed order. */
-__device__ __forceinline__ float warp_sum(float value) {
+template <typename T> __device__ __forceinline__ T warp_sum(T value) {
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
+}
+
+/* The sum over a block of THREADS, in every thread, in an order that THREADS fixes. A kernel calls it once a T. */
+template <int THREADS, typename T> __device__ T block_sum(T value) {
+    __shared__ T warps[THREADS / 32];
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    T sum = 0;
+    for (int warp = 0; warp < THREADS / 32; warp++) sum += warps[warp];
+    return sum;
 }
 
 __device__ __forceinline__ float warp_max(float value) {
@@ -135,17 +191,30 @@ __device__ __forceinline__ float warp_max(float value) {
 }
 
 __device__ __forceinline__ float activate(float value) {
-#if ACTIVATION == ACTIVATION_SILU
-    return value / (1.0f + expf(-value));
-#elif ACTIVATION == ACTIVATION_GELU
+#if ACTIVATION == ACTIVATION_GELU
     return 0.5f * value * (1.0f + erff(value * 0.70710678f));
+#elif ACTIVATION == ACTIVATION_RELU
+    return value < 0.0f ? 0.0f : value; /* NaN stays NaN */
 #else
-    return fmaxf(value, 0.0f);
+    return value / (1.0f + expf(-value));
 #endif
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
-    return (uint32_t)__cvta_generic_to_shared(pointer);
+/* The header's numbers of ACTIVATION_CLAMPED_SWIGLU. */
+struct Swiglu {
+    float alpha, limit;
+};
+inline Swiglu swiglu_of(const Model *m) { return {m->header.swiglu_alpha, m->header.swiglu_limit}; }
+
+/* A gated output of its two sums. */
+__device__ __forceinline__ float activate_gated(float gate, float up, const Swiglu &swiglu) {
+#if ACTIVATION == ACTIVATION_CLAMPED_SWIGLU
+    gate = gate > swiglu.limit ? swiglu.limit : gate; /* NaN stays NaN */
+    up = up > swiglu.limit ? swiglu.limit : up < -swiglu.limit ? -swiglu.limit : up;
+    return gate / (1.0f + expf(-swiglu.alpha * gate)) * (up + 1.0f);
+#else
+    return activate(gate) * up;
+#endif
 }
 
 /* 16 bytes to shared memory, zeros where `valid` is false; completes with cp_async_wait. */

@@ -35,8 +35,6 @@ static const char *name(void) {
 
 static int64_t scratch_bytes(void) { return (int64_t)sizeof(float) * MAX_TOKENS * ROTARY_DIM; }
 
-static int check(const Model *m) { return (void)m, 0; }
-
 #define CHECK_RANGE(array, i, limit, fix)                                                                \
     if (b->array[i] < 0 || b->array[i] >= (limit))                                                       \
         return fail("batch: " #array "[%d]=%d, expected 0 to %d; " fix, i, b->array[i], (int)(limit)-1);
@@ -93,7 +91,7 @@ int host_embed(Model *m, int num_tokens) {
 }
 
 const Ops host_ops = {
-    .name = name, .scratch_bytes = scratch_bytes, .check = check, .begin = host_begin, .embed = host_embed,
+    .name = name, .scratch_bytes = scratch_bytes, .begin = host_begin, .embed = host_embed,
     .norm = host_norm, .qkv = host_qkv, .queries = host_queries, .rope = host_rope, .attention = host_attention,
     .attention_out = host_attention_out, .router = host_router, .mlp = host_mlp, .experts_up = host_experts_up,
     .experts_down = host_experts_down, .combine = host_combine, .gather_norm = host_gather_norm,
