@@ -140,11 +140,10 @@ class Engine:
             return self._step(work, samplers, False)
 
     def _step(self, work, samplers, every):
-        pending, num_rows = [], 0
+        pending, num_rows, is_sampled = [], 0, samplers is not None
         for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
             pending.append((session, tokens, sampler, num_rows))
             num_rows += len(tokens) if every else 1
-        is_sampled = samplers is not None
         results = ([None] * num_rows if is_sampled else
                    np.empty((num_rows, self.checkpoint.header["vocab_size"]), np.float32))
         while pending:
@@ -306,28 +305,29 @@ class Engine:
     def _fill(self, pending, is_sampled, every):
         """Fills the batch with as many tokens as fit, of no session more than its cache bears.
 
-        pending: [(session, tokens, sampler or None, row of the result for the first logits)]
+        pending: [(session, tokens, sampler or None, row of the result for its first logits)]
         Returns what is left of it, the number of tokens, the rows of the result that the logits are, and what it took.
         """
-        left, taken, tokens, rows, logit_rows, drawn = [], [], [], [], [], []
+        left, taken, tokens, places, rows, drawn = [], [], [], [], [], []
         num_tokens = 0
         for session, rest, sampler, row in pending:
             count = min(len(rest), self.max_piece, self.max_tokens - num_tokens)
-            wanted = 0 if is_sampled and sampler is None else count if every else int(count == len(rest))
+            if count:
+                tokens.append(rest[:count])
+                num_tokens += count
+                taken.append((session, count))
+            if every:
+                places += range(num_tokens - count, num_tokens)
+                rows += range(row, row + count)
+            elif count == len(rest) and (sampler or not is_sampled):
+                places.append(num_tokens - 1)
+                rows.append(row)
+                drawn.append((sampler, session.length + count))
             if count < len(rest):
-                left.append((session, rest[count:], sampler, row + wanted))
-            if count == 0:
-                continue
-            tokens.append(rest[:count])
-            num_tokens += count
-            taken.append((session, count))
-            for i in range(wanted):
-                logit_rows.append(num_tokens - wanted + i)
-                drawn.append((sampler, session.length + count - wanted + i + 1))
-                rows.append(row + i)
+                left.append((session, rest[count:], sampler, row + count if every else row))
         self._set_tokens(taken, tokens, num_tokens)
         fields = self._fields
-        fields["logit_rows"][:len(rows)] = logit_rows
+        fields["logit_rows"][:len(places)] = places
         fields["num_tokens"][0], fields["num_logits"][0], fields["sample"][0] = num_tokens, len(rows), is_sampled
         if is_sampled:
             self._set_samplers(drawn)
@@ -481,7 +481,7 @@ def check_threads(threads):
 
 
 def _check_samplers(samplers, count):
-    """The samplers as a list, or None for None."""
+    """The samplers as a list, with None for None."""
     if samplers is None:
         return None
     samplers = [sampler and check_sampler(sampler) for sampler in samplers]
