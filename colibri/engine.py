@@ -70,6 +70,7 @@ class Engine:
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""
         library, memory, structs = self.library, self.memory, self.library.headers.structs
+        library.watch(self.checkpoint.path, self.checkpoint.data)
         header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
         header["num_layers"] = self.num_layers
         self._buffers = {buffer.name: buffer for buffer in

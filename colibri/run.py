@@ -359,6 +359,7 @@ def _map_array(path):
 
 
 def run_stack(engine, options, meter, x):
+    engine.library.watch(options.input, x)
     try:
         y = np.empty(x.shape, np.float32)
     except MemoryError:
