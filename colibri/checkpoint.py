@@ -88,6 +88,8 @@ class Checkpoint:
         """The directory as a structured array (num_tensors,), after its bounds and the checksum."""
         struct = self._headers.structs["BinTensor"]
         offset, count = self.header["directory_offset"], self.header["num_tensors"]
+        most = self._constants["MAX_TENSORS"]
+        self.expect(count <= most, "num_tensors", count, f"at most {most}")
         end = offset + count * struct.itemsize
         self.expect(offset >= len(self.header_bytes) and end <= len(self.data), "directory", f"bytes {offset} to {end}",
                     f"inside the file's bytes {len(self.header_bytes)} to {len(self.data)}")
