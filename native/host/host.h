@@ -48,6 +48,9 @@ extern const Kernels avx2_kernels;
 /* The kernels for this machine, or those that COLIBRI_ISA names; NULL with an error if it names none. */
 const Kernels *host_kernels(void);
 
+/* That the process may have so many threads, each with its stack; parallel_for would end it otherwise. */
+int check_threads(int num_threads);
+
 /* Calls run(job, item) for each item, on up to num_threads threads. `cost` is the whole job's in multiply-adds:
  * small jobs stay on the calling thread. Items must not depend on one another. */
 void parallel_for(int num_threads, long items, double cost, void (*run)(const void *job, long item), const void *job);

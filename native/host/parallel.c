@@ -9,6 +9,8 @@
  * Results do not depend on any of this. The memory of the sign belongs to the calling thread, so models that run in
  * several threads of one process do not disturb one another (beyond sharing the cores). */
 #include <omp.h>
+#include <pthread.h>
+#include <string.h>
 
 #include "host.h"
 
@@ -16,6 +18,30 @@
 #define LONG_WAIT 3e-4        /* seconds: beyond the time to wake a thread, well below a scheduler's time slice */
 #define ALONE_MIN 0.02        /* seconds */
 #define ALONE_MAX 1.28
+
+#define MAX_THREADS 256
+
+static void *wait_for(void *gate) {
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+int check_threads(int num_threads) {
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    pthread_t others[MAX_THREADS];
+    int started = 0, error = 0;
+    pthread_mutex_lock(&gate); /* until all are there at once */
+    while (started < num_threads - 1 && started < MAX_THREADS) {
+        if ((error = pthread_create(&others[started], NULL, wait_for, &gate))) break;
+        started++;
+    }
+    pthread_mutex_unlock(&gate);
+    for (int i = 0; i < started; i++) pthread_join(others[i], NULL);
+    if (!error) return 0;
+    return fail("threads: %d cannot be started (%s), expected memory for a stack each; lower --threads, or raise the "
+                "limits of the process (ulimit -v, -u)", num_threads, strerror(error));
+}
 
 static _Thread_local struct {
     double until; /* work alone to then */
