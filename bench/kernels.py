@@ -68,7 +68,10 @@ class Bench:
         header, weights = np.zeros(1, structs["BinHeader"]), np.zeros(1, structs["Weights"])
         for name, value in self.config.items():
             header[name] = value
-        header["routed_scaling"] = header["residual_multiplier"] = 1
+        for name in ("routed_scaling", "residual_multiplier", "embedding_multiplier", "logits_multiplier",
+                     "rope_attention_factor"):
+            header[name] = 1
+        header["attention_scale"] = self.config["head_dim"] ** -0.5
         self.layers = np.zeros(layers, structs["Layer"])
         experts, hidden, ffn = (self.config[name] for name in ("num_experts", "hidden", "ffn"))
         for layer in self.layers:

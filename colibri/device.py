@@ -146,7 +146,7 @@ class DeviceMemory:
         self._library, self._device_blocks, self._pinned, self._registered = library, [], [], []
         self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
         self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
-        self._steps, self._bytes, self._routing, self._unregistering = 0, {}, {}, None
+        self._steps, self._bytes, self._routing, self._unregistering, self._staging = 0, {}, {}, None, None
         with self._timed("context"):
             self._open()
         self.graphs = GraphCache(self._capture)
@@ -205,10 +205,20 @@ class DeviceMemory:
         array[:] = 0
         return array
 
+    def visible(self, array):
+        """The array's own address if it is pinned, or else that of a page-locked copy, the same one each time."""
+        start = array.ctypes.data
+        if not any(0 <= start - pinned.ctypes.data <= pinned.nbytes - array.nbytes for pinned in self._registered):
+            if self._staging is None or self._staging.nbytes < array.nbytes:
+                self._staging = self._allocate_pinned(1 << (array.nbytes - 1).bit_length())
+            self._staging[:array.nbytes] = array.view(np.uint8).reshape(-1)
+            start = self._staging.ctypes.data
+        return int(call("cuMemHostGetDevicePointer", start, 0))
+
     def pin(self, array):
-        """Page-locks a C-contiguous array that its owner keeps until close(), so that copies need no staging."""
+        """Page-locks and maps a C-contiguous array that its owner keeps until close(), so that kernels read it there."""
         flags = 0 if array.flags.writeable else driver().CU_MEMHOSTREGISTER_READ_ONLY
-        call("cuMemHostRegister", array.ctypes.data, array.nbytes, flags)
+        call("cuMemHostRegister", array.ctypes.data, array.nbytes, flags | driver().CU_MEMHOSTREGISTER_DEVICEMAP)
         self._registered.append(array)
         return array
 

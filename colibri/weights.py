@@ -29,7 +29,8 @@ class HostMemory:
       sync()                waits until the step is done, so that batch and state can be read
       read(address, shape, dtype)  -> array with what lies there, valid until the next step
       write(address, array) puts a C-contiguous array there
-      pin(array)            makes copies from a caller's array as fast as they can be, until close(); returns it
+      visible(array)        -> address at which a step reads a C-contiguous array; the array stays as it is until sync()
+      pin(array)            page-locks a caller's array, until close(), for visible() to name it as it lies; returns it
       precapture(model, num_layers)  makes a GPU's graphs for decoding ahead; an error on the host
       close()               gives everything back; nothing is used afterwards
       read_bandwidth(checkpoint, threads)  -> bytes a second that this memory can be read with, measured now
@@ -69,6 +70,9 @@ class HostMemory:
 
     def write(self, address, array):
         _view(address, array.shape, array.dtype)[...] = array
+
+    def visible(self, array):
+        return array.ctypes.data
 
     def pin(self, array):
         return array

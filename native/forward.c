@@ -42,7 +42,7 @@ int colibri_forward_part(void *model, int num_tokens, int num_logits, int part) 
     m->layer = -1;
     if (part > 0) TRY(experts(m, num_tokens, part - 1));
     if (part == 0) TRY(ops->begin(m, num_tokens));
-    if (part == 0 && NUM_HEADS) TRY(ops->embed(m, num_tokens));
+    if (part == 0) TRY(ops->embed(m, num_tokens));
     if (part < (int)m->header.num_layers) return route(m, num_tokens, part);
     m->layer = -1;
     if (num_logits == 0) return 0;

@@ -29,6 +29,7 @@ typedef struct Weights {
  * tokens of one slot come in the order of their positions. logit_rows names the tokens whose logits are wanted;
  * sampled[i], sampler fields and logits row i belong to logit_rows[i]. */
 typedef struct Batch {
+    const float *input;                 /* (num_tokens, HIDDEN) of a bare stack, where its step can read them */
     int32_t num_tokens;
     int32_t num_logits;
     int32_t sample;                     /* 0: logits only */

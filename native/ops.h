@@ -13,7 +13,7 @@ typedef struct Ops {
     int64_t (*scratch_bytes)(void);
     int (*check)(const Model *m);           /* once a model: whether the backend can do all that its header asks for */
     int (*begin)(Model *m, int num_tokens); /* once a step, before the first op */
-    /* x[t] = embed[tokens[t]] * embedding_multiplier */
+    /* x[t] = embed[tokens[t]] * embedding_multiplier, or a bare stack's input[t] */
     int (*embed)(Model *m, int num_tokens);
     /* out[t] = the norm of x[t] times weight plus bias (NULL: none); rows of HIDDEN */
     int (*norm)(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);

@@ -53,8 +53,11 @@ def test_bf16(tmp_path):
 def test_gpt_style_layer(gpt_moe_32, activation):
     path, x = gpt_moe_32(activation), GPT["x"]
     with Engine(path, backend="cuda", num_layers=1) as engine:
-        assert error(engine.stack(engine.pin(x.copy())), GPT[f"layer0_{activation}"]) < 2e-3
+        staged = engine.stack(x)
+        assert error(staged, GPT[f"layer0_{activation}"]) < 2e-3
         assert_same_experts(engine.state("expert_ids", len(x)), GPT["layer0_ids"], GPT["layer0_router_logits"])
+        np.testing.assert_array_equal(engine.stack(engine.pin(x.copy())), staged)
+        np.testing.assert_array_equal(engine.stack(engine.memory._registered[0][2:7]), staged[2:7])
 
 
 def decode(engine, count=20):

@@ -30,11 +30,12 @@ static int check(const Model *m) {
 
 extern "C" const Ops cuda_ops = {
     .name = name, .scratch_bytes = cuda_scratch_bytes, .check = check, .begin = cuda_begin,
+    .embed = cuda_embed,
 #if NUM_HEADS
-    .embed = cuda_embed, .norm = cuda_norm, .qkv = cuda_qkv, .queries = nullptr, .rope = cuda_rope,
+    .norm = cuda_norm, .qkv = cuda_qkv, .queries = nullptr, .rope = cuda_rope,
     .attention = cuda_attention, .attention_out = cuda_attention_out,
 #else
-    .embed = nullptr, .norm = nullptr, .qkv = nullptr, .queries = nullptr, .rope = nullptr, .attention = nullptr,
+    .norm = nullptr, .qkv = nullptr, .queries = nullptr, .rope = nullptr, .attention = nullptr,
     .attention_out = nullptr,
 #endif
     .router = cuda_router, .mlp = nullptr, .experts_up = cuda_experts_up, .experts_down = cuda_experts_down, .combine = cuda_combine,

@@ -76,7 +76,8 @@ static float to_float(weight_t weight) {
 }
 
 int host_embed(Model *m, int num_tokens) {
-    for (int t = 0; t < num_tokens; t++) {
+    if (!NUM_HEADS) memcpy(m->state.x, m->batch->input, sizeof(float) * HIDDEN * num_tokens);
+    for (int t = 0; NUM_HEADS && t < num_tokens; t++) {
         int token = m->batch->tokens[t];
         const weight_t *panel = m->weights.embed + (int64_t)(token / PANEL_ROWS) * HIDDEN * PANEL_ROWS;
         for (int i = 0; i < HIDDEN; i++)
