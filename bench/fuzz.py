@@ -1,9 +1,10 @@
 """Damages what comes from outside, and asks that each piece is taken or refused in one sentence, and in time.
 
-    python -m bench.fuzz                                  # five minutes: files, then steps
+    python -m bench.fuzz                                  # five minutes: files, then steps, then requests
     python -m bench.fuzz bin --seconds 20 --seed 7 --first 1234
     bin    the reader of .bin files: headers, directories and sizes changed, mostly under a right checksum
     step   a model whose header and weights are changed where no check looks: a step gives finite logits or an error
+    request    lines of the service: fields, values, nesting, encoding and bytes of requests changed
 
 A case is made of the seed and its number alone: --first repeats one. Status 1 and the case's number where one raises
 anything but a ColibriError of one line, takes 20 seconds or ends the process.
@@ -12,6 +13,8 @@ anything but a ColibriError of one line, takes 20 seconds or ends the process.
 import argparse
 import contextlib
 import faulthandler
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -23,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from colibri import build, headers
+from colibri import build, headers, requests
 from colibri.checkpoint import FLAGS, FLOATS, Checkpoint
 from colibri.engine import Engine, Sampler
 from colibri.errors import ColibriError
@@ -36,6 +39,7 @@ MAX_FILE_BYTES = 1 << 40  # sparse, but for its first bytes
 INTEGERS = (0, 1, 2, 3, 7, 63, 64, 65, 127, 128, 255, 256, 257, 511, 512, 4095, 4096, 65535, 1 << 16, 1 << 31, (1 << 31) - 1,
             (1 << 32) - 1, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 4096, (1 << 64) - 1)
 NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-45, 1e-5, 0.5, 3e38, -3e38, float("inf"), float("-inf"), float("nan"))
+TEXTS = ("", "a", "id", "prompt", "\u20ac", "\U0001f426", "\ud83d", "\0", "\n", "\x7f", "\u2028", "\x1b[31m", "../x", "e" * 129)
 COMPILED_EVERY = 20  # of the files that are taken: what config.h thinks of their shape
 HEADER, TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
 CODES = {"activation": 4, "router_kind": 4, "norm_kind": 3, "rope_kind": 2, "attention_kind": 3, "qk_norm": 3}
@@ -231,6 +235,94 @@ def prepare_step(folder):
     build.library_path(Checkpoint(model))
 
 
+def any_json(random, depth=0):
+    """A value of any kind that a client might send."""
+    kind = random.integers(9 if depth < 3 else 7)
+    if kind == 0:
+        return [None, True, False][random.integers(3)]
+    if kind == 1:
+        return int(random.choice(np.array(INTEGERS, np.uint64))) * int(random.choice([-1, 1, 1 << 40]))
+    if kind == 2:
+        return float(random.choice(NUMBERS))
+    if kind == 3:
+        return int(random.integers(-2, 600))
+    if kind == 4:
+        return 10 ** int(random.integers(1, 5000))
+    if kind < 7:
+        return str(random.choice(TEXTS)) * int(random.choice([1, 1, 2, 700]))
+    values = [any_json(random, depth + 1) for _ in range(random.integers(0, 6))]
+    return values if kind == 7 else {str(random.choice(TEXTS)): value for value in values}
+
+
+def request_case(random, folder):
+    """The bytes of a line."""
+    start = random.integers(12)
+    if start == 0:
+        return random.integers(0, 256, random.integers(0, 200)).astype(np.uint8).tobytes()
+    if start == 1:
+        count = int(random.choice([10, 900, 1100, 10_000, 30_000]))
+        return (random.choice([b"[", b'{"a":', b'{"id":[']) * count + random.choice([b"", b"]" * count]))
+    values = {"id": ["a", 7][random.integers(2)], "max_new_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.9, "seed": 1,
+              "stream": True, "deadline_ms": 1000}
+    values |= [{"prompt": "It was"}, {"prompt_ids": [1, 2, 255]},
+               {"input": str(folder / "x.npy"), "output": str(folder / "y.npy")}][random.integers(3)]
+    for name in random.permutation(list(values))[:random.integers(0, 7)]:
+        values.pop(str(name))
+    for _ in range(random.integers(0, 3)):
+        values[str(random.choice([*requests.FIELDS, "cancel", *TEXTS]))] = any_json(random)
+    with unlimited_digits():
+        line = json.dumps(values, ensure_ascii=bool(random.integers(2))).encode(errors="surrogatepass")
+    for _ in range(random.choice([0, 0, 0, 1, 3])):
+        at, piece = random.integers(0, len(line) + 1), random.integers(0, 256, random.integers(0, 4)).astype(np.uint8).tobytes()
+        line = line[:at] + piece + line[at + random.integers(0, 3):]
+    return line[:random.integers(len(line) + 1)] if random.integers(12) == 0 else line
+
+
+@contextlib.contextmanager
+def unlimited_digits():
+    """To write numbers that are longer than Python reads."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(limit)
+
+
+@functools.cache
+def readers(folder):
+    """Of requests to a model of text, and to a bare stack."""
+    return [requests.Reader(Engine(folder.parent / name, "host")) for name in ("moe-32.bin", "stack.bin")]
+
+
+def fuzz_request(random, folder, counts):
+    line, reader = request_case(random, folder), readers(folder)[random.integers(2)]
+    try:
+        values = requests.parse(line)
+        if requests.cancelled_id(values) is not None:
+            return
+        request = reader.request(values)
+    except requests.Refused as error:
+        text = str(error)
+        if error.code not in requests.CODES or not text.isprintable() or not text.isascii() or len(text) > 1000:
+            raise Failure(f"{error.code}: {text[:2000]!r}") from error
+        raise
+    counts["taken"] += 1
+    json.dumps(request.id)
+    if request.rows is not None:
+        request.rows.close()
+        return
+    if not 1 <= request.max_new_tokens <= reader._engine.room(len(request.prompt)):
+        raise Failure(f"max_new_tokens={request.max_new_tokens} taken")
+    if not all(0 <= token < 256 for token in request.prompt):
+        raise Failure(f"prompt {request.prompt}")
+
+
+def prepare_request(folder):
+    prepare_step(folder)
+    subprocess.run([sys.executable, "-m", "converter", ROOT / "tests" / "data" / "gpt-moe-32.pt", folder.parent / "stack.bin",
+                    "--k", "2", "--activation", "gelu", "--renormalize"], cwd=ROOT, check=True)
+    np.save(folder / "x.npy", np.zeros((3, 64), np.float32))
+
+
 def one_case(target, seed, number, folder, counts):
     """Runs a case. Returns the error that it ended with, or None."""
     faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
@@ -269,7 +361,7 @@ def fuzz(name, seconds, seed, first, folder):
     return True
 
 
-TARGETS = {"bin": (fuzz_bin, lambda _: None), "step": (fuzz_step, prepare_step)}
+TARGETS = {"bin": (fuzz_bin, lambda _: None), "step": (fuzz_step, prepare_step), "request": (fuzz_request, prepare_request)}
 
 
 def main():

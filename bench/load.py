@@ -25,12 +25,11 @@ from bench.service import Service, example_model
 PROMPT, NEW_TOKENS = 64, 64      # tokens of a request
 DECODERS, LONG_PROMPT = 8, 512
 CLIENTS = 16
-LIMIT = 1 << 20                  # bytes of a line
 PERCENTILES = (50, 90, 99)
 
 
 class Record:
-    """One request: when it was sent, when each token came, its last line."""
+    """One request: when it was sent, when each token came, the tokens, its last line."""
 
     def __init__(self):
         self.sent, self.times, self.tokens, self.answer = time.perf_counter(), [], [], asyncio.Future()
@@ -42,45 +41,51 @@ class Record:
         return 1e3 * (self.times[0] - self.sent)
 
 
-class Connection:
-    """Streams of one connection."""
+class Connection(asyncio.Protocol):
+    """Requests of one connection. What arrives is only noted, and read when a request ends: it shares the processors."""
 
-    async def open(self, address):
-        self.reader, self.writer = await asyncio.open_connection(*address, limit=LIMIT)
-        self.records = {}
-        self.task = asyncio.create_task(self._read())
-        return self
+    def __init__(self):
+        self.records, self.arrived = {}, []
 
-    async def _read(self):
-        while line := await self.reader.readline():
-            now, answer = time.perf_counter(), json.loads(line)
-            record = self.records[answer["id"]]
-            if "token" in answer:
-                record.times.append(now)
-                record.tokens.append(answer["token"])
-            else:
-                record.answer.set_result(answer)
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data):
+        self.arrived.append((time.perf_counter(), data))
+        if b'"finish_reason"' in data or b'"error"' in data:
+            self.read()
+
+    def read(self):
+        """Takes the whole lines that have arrived; a line's time is that of its last piece."""
+        rest = b""
+        for now, data in self.arrived:
+            *lines, rest = (rest + data).split(b"\n")
+            for answer in map(json.loads, lines):
+                record = self.records[answer["id"]]
+                if "token" in answer:
+                    record.times.append(now)
+                else:
+                    record.tokens = answer.get("ids", [])
+                    record.answer.set_result(answer)
+        self.arrived = [(now, rest)] if rest else []
 
     async def ask(self, fields):
         """A finished Record."""
         number = len(self.records)
         record = self.records[number] = Record()
-        self.writer.write(json.dumps({"id": number, "stream": True, **fields}).encode() + b"\n")
+        self.transport.write(json.dumps({"id": number, **fields}).encode() + b"\n")
         await record.answer
         return record
 
-    async def close(self):
-        self.writer.close()
-        await self.writer.wait_closed()
-        await self.task
-
 
 async def connect(service, count):
-    return await asyncio.gather(*[Connection().open(service.address) for _ in range(count)])
+    loop = asyncio.get_running_loop()
+    return [(await loop.create_connection(Connection, *service.address))[1] for _ in range(count)]
 
 
-async def disconnect(connections):
-    await asyncio.gather(*[connection.close() for connection in connections])
+def disconnect(connections):
+    for connection in connections:
+        connection.transport.close()
 
 
 def prompt(generator, length):
@@ -108,11 +113,11 @@ async def offered(service, rate, seconds, seed):
     at = start
     while (at := at + generator.exponential(1 / rate)) < start + seconds:
         await asyncio.sleep(max(0, at - time.perf_counter()))
-        fields = {"prompt_ids": prompt(generator, PROMPT), "max_new_tokens": NEW_TOKENS}
+        fields = {"prompt_ids": prompt(generator, PROMPT), "max_new_tokens": NEW_TOKENS, "stream": True}
         tasks.append(asyncio.create_task(connections[len(tasks) % CLIENTS].ask(fields)))
     records = await asyncio.gather(*tasks)
     row = figures(records, time.perf_counter() - start)
-    await disconnect(connections)
+    disconnect(connections)
     return row
 
 
@@ -151,19 +156,20 @@ async def decode_under_prefill(service, seconds):
 
     async def decoder(connection):
         while time.perf_counter() < end:
-            fields = {"prompt_ids": prompt(generator, 16), "max_new_tokens": 400, "temperature": 1.0, "seed": len(records)}
+            fields = {"prompt_ids": prompt(generator, 16), "max_new_tokens": 400, "temperature": 1.0, "seed": len(records),
+                      "stream": True}
             records.append(await connection.ask(fields))
 
     async def prompts(connection):
         tasks = []
         while time.perf_counter() < end:
-            fields = {"prompt_ids": prompt(generator, LONG_PROMPT), "max_new_tokens": 1}
+            fields = {"prompt_ids": prompt(generator, LONG_PROMPT), "max_new_tokens": 1, "stream": True}
             tasks.append(asyncio.create_task(connection.ask(fields)))
             await asyncio.sleep(1)
         long_records.extend(await asyncio.gather(*tasks))
     connections = await connect(service, DECODERS + 1)
     await asyncio.gather(prompts(connections[0]), *map(decoder, connections[1:]))
-    await disconnect(connections)
+    disconnect(connections)
     row = figures(records, seconds)
     return {**{name: row[name] for name in row if name.startswith("itl")},
             "itl_p99_over_p50": row["itl_p99_ms"] / row["itl_p50_ms"],
@@ -189,7 +195,7 @@ async def closed(service, clients, requests):
     start = time.perf_counter()
     await asyncio.gather(*map(client, connections))
     seconds = time.perf_counter() - start
-    await disconnect(connections)
+    disconnect(connections)
     tokens = [records[number].tokens for number in range(len(requests))]
     return sum(map(len, tokens)) / seconds, tokens
 
