@@ -223,9 +223,7 @@ class DeviceMemory:
         return array
 
     def launch(self, function, model, *sizes):
-        if threading.get_ident() != self._thread:
-            self._thread = threading.get_ident()
-            call("cuCtxSetCurrent", self._context)
+        self._enter()
         self._steps += 1
         if id(function) not in self._graphed:
             function(model, *sizes)
@@ -237,6 +235,12 @@ class DeviceMemory:
             self._launch_combinations(model, *sizes)
         else:
             self.graphs.get_or_create((id(function), model, *sizes), functools.partial(function, model, *sizes))
+
+    def _enter(self):
+        """Makes the context this thread's, where another had it."""
+        if threading.get_ident() != self._thread:
+            self._thread = threading.get_ident()
+            call("cuCtxSetCurrent", self._context)
 
     def _launch_combinations(self, model, num_tokens, num_logits=0):
         """A step in parts, cut after each router: the experts that it chose name the graph of the next part."""
@@ -292,12 +296,14 @@ class DeviceMemory:
                                "dynamic and CUDA_LAUNCH_BLOCKING=1 in the environment to see its layer and op")
 
     def read(self, address, shape, dtype):
+        self._enter()
         array = np.empty(shape, dtype)
         if array.nbytes:
             call("cuMemcpyDtoH", array.ctypes.data, address, array.nbytes)
         return array
 
     def write(self, address, array):
+        self._enter()
         call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, self._stream)
 
     def close(self):
@@ -334,6 +340,12 @@ class DeviceMemory:
                                       self._stream)
         finally:
             call("cuMemFreeHost", source)
+
+    def usage(self):
+        self._enter()
+        free, total = call("cuMemGetInfo")
+        return {"bytes": {**{name.replace(" ", "_"): size for name, size in self._bytes.items()},
+                          "used": total - free, "total": total}, "graphs": self.graphs.statistics()}
 
     def figures(self):
         free, total = call("cuMemGetInfo")

@@ -106,29 +106,37 @@ class Engine:
                                    "close one, or load the engine with more slots")
             return Session(self, self._free_slots.pop())
 
+    @property
+    def num_free_slots(self):
+        return len(self._free_slots)
+
     def step(self, work, samplers=None, every=False):
         """Appends tokens to sessions, all of them in as few library calls as the tokens fit in.
 
         work:     [(session, tokens)], each session once, tokens at least one int of the vocabulary
-        samplers: None, or one Sampler for each session
+        samplers: None, or for each session a Sampler, or None where its next token is not wanted
         every:    logits after every token, not only after each session's last
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         """
         with self._open():
             pending = self._check_work(work)
             results = []
-            samplers = _check_samplers(samplers, len(pending))
+            wanted = _check_samplers(samplers, len(pending))
+            pending = [(*item, sampler) for item, sampler in zip(pending, wanted)]
             while pending:
-                pending, num_tokens, num_logits, taken = self._fill(pending, samplers, every)
+                pending, num_tokens, num_logits, taken = self._fill(pending, samplers is not None, every)
                 self._run(self.library.forward, num_tokens, num_logits)
-                if num_logits:
-                    results.append(self._fields["sampled"][:num_logits].copy() if samplers else
-                                   self.state("logits", num_logits).copy())
+                if samplers is not None:
+                    results += self._fields["sampled"][:num_logits].tolist()
+                elif num_logits:
+                    results.append(self.state("logits", num_logits).copy())
                     _check_finite("step: the logits", results[-1], sum(map(len, results[:-1])))
                 for session, count in taken:
                     session.length += count
-        results = np.concatenate(results)
-        return results.tolist() if samplers else results
+        if samplers is None:
+            return np.concatenate(results)
+        tokens = iter(results)
+        return [next(tokens) if sampler else None for sampler in wanted]
 
     def stack(self, x):
         """Runs states x (num_tokens, hidden) through a bare stack of MoE layers; returns float32 of its shape."""
@@ -273,35 +281,40 @@ class Engine:
         self.room(session.length + len(tokens))
         return tokens
 
-    def _fill(self, pending, samplers, every):
+    def _fill(self, pending, is_sampled, every):
         """Fills the batch with as many tokens as fit. Returns what is left, the batch's two sizes, and what it took."""
-        fields, taken = self._fields, []
-        num_tokens = num_logits = 0
+        taken, tokens, positions, rows, drawn = [], [], [], [], []
+        num_tokens, pending = 0, pending[::-1]
         while pending and num_tokens < self.max_tokens:
-            session, tokens = pending[0]
-            count = min(len(tokens), self.max_tokens - num_tokens)
-            rows = slice(num_tokens, num_tokens + count)
-            fields["tokens"][rows] = tokens[:count]
-            fields["positions"][rows] = self._positions[session.length:session.length + count]
-            fields["slots"][rows] = session.slot
+            session, rest, sampler = pending.pop()
+            count = min(len(rest), self.max_tokens - num_tokens)
+            tokens.append(rest[:count])
+            positions.append(self._positions[session.length:session.length + count])
             num_tokens += count
             taken.append((session, count))
-            wanted = count if every else int(count == len(tokens))
-            fields["logit_rows"][num_logits:num_logits + wanted] = range(num_tokens - wanted, num_tokens)
-            if wanted and samplers:
-                self._set_sampler(num_logits, next(samplers), session.length + count)
-            num_logits += wanted
-            pending = pending[1:] if count == len(tokens) else [(session, tokens[count:])] + pending[1:]
-        fields["num_tokens"][0], fields["num_logits"][0] = num_tokens, num_logits
-        fields["sample"][0] = samplers is not None
-        return pending, num_tokens, num_logits, taken
-
-    def _set_sampler(self, row, sampler, position):
+            if every:
+                rows += range(num_tokens - count, num_tokens)
+            elif count == len(rest) and (sampler or not is_sampled):
+                rows.append(num_tokens - 1)
+                drawn.append((sampler, session.length + count))
+            if count < len(rest):
+                pending.append((session, rest[count:], sampler))
         fields = self._fields
-        fields["temperature"][row] = sampler.temperature
-        fields["top_k"][row] = sampler.top_k
-        fields["top_p"][row] = sampler.top_p
-        fields["uniform"][row] = draw(sampler.seed, position) if sampler.temperature > 0 else 0
+        fields["tokens"][:num_tokens] = np.concatenate(tokens)
+        fields["positions"][:num_tokens] = np.concatenate(positions)
+        fields["slots"][:num_tokens] = np.repeat([session.slot for session, _ in taken], [count for _, count in taken])
+        fields["logit_rows"][:len(rows)] = rows
+        fields["num_tokens"][0], fields["num_logits"][0], fields["sample"][0] = num_tokens, len(rows), is_sampled
+        if is_sampled:
+            self._set_samplers(drawn)
+        return pending[::-1], num_tokens, len(rows), taken
+
+    def _set_samplers(self, drawn):
+        """drawn: [(sampler, the position that its token will have)]"""
+        for name in ("temperature", "top_k", "top_p"):
+            self._fields[name][:len(drawn)] = [getattr(sampler, name) for sampler, _ in drawn]
+        self._fields["uniform"][:len(drawn)] = [draw(sampler.seed, position) if sampler.temperature > 0 else 0
+                                                for sampler, position in drawn]
 
     def _run(self, function, *sizes):
         self._fields["fault"][0] = 0
@@ -430,13 +443,13 @@ def check_threads(threads):
 
 
 def _check_samplers(samplers, count):
-    """An iterator over the samplers, or None for None."""
+    """The samplers as a list, with None for None."""
     if samplers is None:
-        return None
-    samplers = [check_sampler(sampler) for sampler in samplers]
+        return [None] * count
+    samplers = [sampler and check_sampler(sampler) for sampler in samplers]
     if len(samplers) != count:
         raise ColibriError(f"samplers: {len(samplers)}, expected one for each of {count} sessions")
-    return iter(samplers)
+    return samplers
 
 
 def _check_finite(what, rows, first):

@@ -21,14 +21,11 @@ if __name__ == "__main__":  # during the imports: command() takes over
 import argparse
 import json
 import re
-import stat
-import tempfile
-import tokenize
-import warnings
 
 import numpy as np
 
-from colibri import build, report
+from colibri import build, report, serve
+from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
 from colibri.checkpoint import Checkpoint
 from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, MAX_THREADS, Engine, Sampler, check_sampler
 from colibri.errors import ColibriError
@@ -43,7 +40,8 @@ Runs a model. Three kinds of run, each ending in a table of its figures:
                    numbers, in and out)
   --input X.npy --output Y.npy
                    a bare stack of MoE layers: hidden states in and out
-  neither          latency: random tokens, prefilled, then decoded, timed"""
+  neither          latency: random tokens, prefilled, then decoded, timed
+and a service: --serve and --http answer requests until a signal"""
 
 EXAMPLES = """\
 examples:
@@ -51,14 +49,13 @@ examples:
   python -m colibri.run --model moe-32.bin --prompt @chapter.txt \\
       --temperature 0.8 --top-p 0.9 --seed 7
   python -m colibri.run --model moe-32.bin --batch-size 8 --seq-len 256 --json
-  python -m colibri.run --model stack.bin --input x.npy --output y.npy"""
+  python -m colibri.run --model stack.bin --input x.npy --output y.npy
+  python -m colibri.run --model moe-32.bin --serve :8041 --http :8042"""
 
 TEXT_OPTIONS = ("temperature", "top_k", "top_p")
 LATENCY_OPTIONS = ("batch_size", "seq_len", "warmup", "repeat")
 NEW_TOKENS = {"text": 200, "latency": 16}
 PROMPT_BYTES = 16 << 20  # that are read, so that an endless pipe does not take all memory; no context is as long
-NPY_ERRORS = (OSError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
-              TypeError, ValueError, tokenize.TokenError)  # of numpy.load, which evaluates a header's text
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
@@ -98,7 +95,7 @@ def parse(arguments):
     add("--k", type=_int("--k", 1), metavar="N", help="check: the model must use so many experts a token")
     add("--no-build", action="store_true", help="never run make: a library that is not there is an error")
     add("--json", action="store_true", help="the figures (and the text) as JSON on stdout, nothing else there")
-    add("--seed", type=_int("--seed", 0), default=0, metavar="N", help="of sampling and of random input (default 0)")
+    add("--seed", type=_int("--seed", 0), metavar="N", help="of sampling and of random input (default 0)")
     add("--max-new-tokens", type=_int("--max-new-tokens", 1), metavar="N",
         help=f"tokens to generate (default {NEW_TOKENS['text']}, or {NEW_TOKENS['latency']} in a latency run, "
              "or what fits the context)")
@@ -119,6 +116,7 @@ def parse(arguments):
     stack = parser.add_argument_group("stack run")
     stack.add_argument("--input", metavar="X.npy", help="float32 or float16 [tokens, hidden]")
     stack.add_argument("--output", metavar="Y.npy", help="float32 of the same shape, written when complete")
+    serve.add_options(parser, _int, _choice)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         valid = " ".join(name for action in parser._actions for name in action.option_strings)
@@ -127,8 +125,12 @@ def parse(arguments):
     options.kind = "text" if is_text else "latency"
     if not is_text and (options.input, options.output) != (None, None):
         options.kind = "stack"
+    if options.serve is not None or options.http is not None:
+        options.kind = "serve"
     _check_kind(options)
     _check_sampling(options)
+    if options.kind == "serve":
+        serve.check_options(options)
     return options
 
 
@@ -142,15 +144,21 @@ def _check_kind(options):
     if options.kind == "stack" and os.path.realpath(options.input) == os.path.realpath(options.output):
         raise ColibriError(f"--output: {options.output}, expected another file than --input; choose another name")
     foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
-               "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",)}
-    for name in foreign[options.kind]:
-        if getattr(options, name) is not None:
-            place = {"text": "without --prompt", "latency": "with --prompt", "stack": "without --input"}[options.kind]
-            raise ColibriError(f"--{name.replace('_', '-')}: given, expected only {place}; leave it out")
+               "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",),
+               "serve": ("prompt", "prompt_ids", "input", "output", "max_new_tokens", *TEXT_OPTIONS, "seed", "json",
+                         *LATENCY_OPTIONS[1:])}
+    places = {"text": "without --prompt", "latency": "with --prompt", "stack": "without --input",
+              "serve": "without --serve and --http"}
+    for names, place in ((foreign[options.kind], places[options.kind]),
+                         (serve.OPTIONS if options.kind != "serve" else (), "with --serve or --http")):
+        for name in names:
+            if getattr(options, name) not in (None, False):
+                raise ColibriError(f"--{name.replace('_', '-')}: given, expected only {place}; leave it out")
 
 
 def _check_sampling(options):
-    """Makes options.sampler. Greedy output that was asked for with --top-k or --top-p is a mistake."""
+    """Makes options.sampler, and the seed of random input. Greedy output that was asked for with --top-k or --top-p is a mistake."""
+    options.seed = options.seed or 0
     options.sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
                                             1.0 if options.top_p is None else options.top_p, options.seed), "--")
     for name in ("top_k", "top_p"):
@@ -196,6 +204,9 @@ def main(arguments=None):
             raise ColibriError(f"--{name.replace('_', '-')}: {wanted}, expected {checkpoint.header[name]} as in "
                                f"{options.model}; the model decides, leave the option out")
     process_seconds = report.process_age()
+    if options.kind == "serve":
+        serve_model(options, checkpoint)
+        return
     run = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
     prepared = prepare(options, checkpoint)
     with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build,
@@ -208,6 +219,22 @@ def main(arguments=None):
     print(json.dumps(figures) if options.json else report.table(figures))
 
 
+def serve_model(options, checkpoint):
+    with Engine(checkpoint, options.backend, options.threads, options.batch_size, not options.no_build,
+                dispatch=options.dispatch) as engine:
+        _check_batch_size(engine.num_slots, engine)
+        if options.precapture:
+            engine.precapture()
+        serve.serve(engine, options)
+
+
+def _check_batch_size(batch_size, engine):
+    max_batch = engine.library.baked["max_batch"]
+    if batch_size > max_batch:
+        raise ColibriError(f"--batch-size: {batch_size}, expected at most {max_batch}, "
+                           f"{build.raise_limit('MAX_BATCH', batch_size)}")
+
+
 def prepare(options, checkpoint):
     """What can be wrong with the input is found before a library is built: (codec, the prompt's tokens), or the array."""
     if options.kind == "text":
@@ -217,8 +244,7 @@ def prepare(options, checkpoint):
         return used, used.encode(read_prompt(option, options.prompt_ids if is_numbers else options.prompt))
     if options.kind != "stack":
         return None
-    if os.path.exists(options.output) and stat.S_ISFIFO(os.stat(options.output).st_mode):
-        raise ColibriError(f"--output: {options.output}, a pipe, expected a file; choose another name")
+    check_output(options.output, "--output")
     return read_array(options.input, checkpoint)
 
 
@@ -230,7 +256,7 @@ def read_prompt(option, prompt):
         if prompt == "-":
             text = sys.stdin.buffer.read(PROMPT_BYTES + 1)
         elif prompt.startswith("@"):
-            _check_regular(prompt[1:], f"{option}: {prompt}", f"of text, or {option} - for what comes through a pipe")
+            check_regular(prompt[1:], f"{option}: {prompt}", f"of text, or {option} - for what comes through a pipe")
             with open(prompt[1:], "rb") as file:
                 text = file.read(PROMPT_BYTES + 1)
         else:
@@ -242,14 +268,6 @@ def read_prompt(option, prompt):
     if not text:
         raise ColibriError(f"{option}: 0 bytes, expected at least 1; the model needs something to continue")
     return text
-
-
-def _check_regular(path, where, what):
-    """That a file is there and is no folder, pipe or device, which could keep a reader for ever."""
-    kind = os.stat(path).st_mode
-    if not stat.S_ISREG(kind):
-        got = "directory" if stat.S_ISDIR(kind) else "special file"
-        raise ColibriError(f"{where}: a {got}, expected a file {what}")
 
 
 def run_text(engine, options, meter, prepared):
@@ -286,10 +304,7 @@ def run_latency(engine, options, meter, _):
     header = engine.checkpoint.header
     batch_size, seq_len = options.batch_size or 1, options.seq_len or 128
     new_tokens = options.max_new_tokens or min(NEW_TOKENS["latency"], seq_len - 1)
-    max_batch = engine.library.baked["max_batch"]
-    if batch_size > max_batch:
-        raise ColibriError(f"--batch-size: {batch_size}, expected at most {max_batch}, "
-                           f"{build.raise_limit('MAX_BATCH', batch_size)}")
+    _check_batch_size(batch_size, engine)
     if seq_len > engine.context:
         raise ColibriError(f"--seq-len: {seq_len}, expected at most {engine.context_rule(seq_len)}")
     if new_tokens >= seq_len:
@@ -338,37 +353,6 @@ def _progress(count):
     return tqdm(range(count), delay=2, leave=False, unit="round")
 
 
-def read_array(path, checkpoint):
-    """The checked hidden states of --input, mapped."""
-    hidden, vocab_size = (checkpoint.header[name] for name in ("hidden", "vocab_size"))
-    if vocab_size:
-        raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size}, expected 0 for --input, a bare stack of MoE "
-                           "layers; give this model a --prompt")
-    try:
-        _check_regular(path, path, "that numpy.save wrote")
-        x = _map_array(path)
-    except NPY_ERRORS as error:  # numpy's own messages speak of pickles
-        reason = getattr(error, "strerror", None) or "not an array of numbers"
-        raise ColibriError(f"{path}: {reason}, expected an .npy file of numbers; write it with numpy.save") from None
-    if not isinstance(x, np.ndarray) or x.dtype not in (np.float32, np.float16):
-        raise ColibriError(f"{path}: dtype={getattr(x, 'dtype', 'an archive')}, expected float32 or float16; "
-                           "convert it with numpy.astype")
-    if x.ndim != 2 or x.shape[1] != hidden or len(x) == 0:
-        raise ColibriError(f"{path}: shape={x.shape}, expected (tokens, {hidden}) from hidden={hidden} of "
-                           f"{checkpoint.path}; give it rows of that size")
-    return x
-
-
-def _map_array(path):
-    """numpy.load of an .npy, and of nothing else that it reads."""
-    with open(path, "rb") as file:
-        if file.read(6) != b"\x93NUMPY":
-            raise ValueError
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-
-
 def run_stack(engine, options, meter, x):
     engine.library.watch(options.input, x)
     try:
@@ -378,42 +362,10 @@ def run_stack(engine, options, meter, x):
                            "split it") from None
     for start in range(0, len(x), engine.max_tokens):
         rows = x[start:start + engine.max_tokens]
-        if not np.isfinite(rows).all():
-            row = start + int(np.argmin(np.isfinite(rows).all(axis=1)))
-            raise ColibriError(f"{options.input}: row {row} holds NaN or inf, expected finite numbers; "
-                               "look at what made it")
+        check_rows(options.input, rows, start)
         y[start:start + len(rows)] = meter.prefill(len(rows), engine.stack, rows)
     write_array(options.output, y)
     return {"tokens": len(x)}
-
-
-def write_array(path, array):
-    """Writes an .npy whole or not at all: a temporary file beside it, then a rename."""
-    try:
-        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):  # never rename over a device or a pipe
-            with open(path, "wb") as file:
-                np.save(file, array)
-            return
-        folder = os.path.dirname(path) or "."
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=os.path.basename(path) + ".", delete=False) as file:
-            try:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o666 & ~_umask())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as error:
-        raise ColibriError(f"{path}: {error.strerror or error}, expected to write {array.nbytes} bytes there; "
-                           "choose another --output") from None
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _terminate(*_):

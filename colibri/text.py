@@ -1,8 +1,12 @@
 """Text to tokens and back: bytes where a token is one, the tokenizer in the model's file, or token numbers as they are."""
 
+import codecs
 import re
 
 from colibri.errors import ColibriError
+
+WINDOW = 8  # tokens, more than the bytes of a character
+REPLACEMENT = "\ufffd".encode()
 
 
 class Codec:
@@ -81,10 +85,15 @@ def codec(checkpoint, is_numbers):
 
 
 class Stream:
-    """The text of tokens that come one after another, in pieces that never end within a character."""
+    """The text of tokens that come one after another, in pieces that never end within a character.
+
+    Only the last tokens are decoded at each step. The window reaches back to tokens whose text is shown, since the same
+    token may read otherwise at the beginning of a text: a tokenizer takes the space before its first word away.
+    """
 
     def __init__(self, used):
-        self._codec, self._tokens, self._shown = used, [], b""
+        self._codec, self._tokens = used, []
+        self._start, self._shown = 0, b""  # the window's first token, and its text as far as it was shown
 
     def __len__(self):
         return len(self._tokens)
@@ -92,15 +101,44 @@ class Stream:
     def add(self, token):
         """What there is to show of the text now that it has this token, bytes."""
         self._tokens.append(token)
-        text = self._codec.decode(self._tokens)
-        if not text.startswith(self._shown) or (text.endswith("\ufffd".encode()) and self._codec.unit != "byte"):
-            return b""
-        piece, self._shown = text[len(self._shown):], text
+        text = self._codec.decode(self._tokens[self._start:])
+        safe = text if self._codec.unit == "byte" else _complete(text)
+        if not safe.startswith(self._shown):
+            return b""  # a later token changed the text before it: wait until both agree again, or for the end
+        piece, self._shown = safe[len(self._shown):], safe
+        if len(self._tokens) - self._start >= 2 * WINDOW:
+            self._move(len(self._tokens) - WINDOW, len(text) - len(safe))
         return piece
+
+    def _move(self, start, held):
+        """Begins the window later, where its text still ends alike: in something shown, then the bytes held back."""
+        text = self._codec.decode(self._tokens[start:])
+        if len(text) > held:
+            self._start, self._shown = start, text[:len(text) - held]
 
     def rest(self):
         """What add() kept back."""
-        return self._codec.decode(self._tokens)[len(self._shown):]
+        return self._codec.decode(self._tokens[self._start:])[len(self._shown):]
 
     def text(self):
         return self._codec.decode(self._tokens).decode(errors="replace")
+
+
+class Pieces:
+    """The same as str, also where a token is a byte: what is no UTF-8 reads as in text()."""
+
+    def __init__(self, used):
+        self._stream, self._decoder = Stream(used), codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token):
+        return self._decoder.decode(self._stream.add(token))
+
+    def rest(self):
+        return self._decoder.decode(self._stream.rest(), final=True)
+
+
+def _complete(text):
+    """The text without the replacement characters at its end that may yet become one character, of up to 4 bytes."""
+    for _ in range(3):
+        text = text.removesuffix(REPLACEMENT)
+    return text

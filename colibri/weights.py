@@ -35,6 +35,7 @@ class HostMemory:
       close()               gives everything back; nothing is used afterwards
       read_bandwidth(checkpoint, threads)  -> bytes a second that this memory can be read with, measured now
       figures()             -> what a run's figures say about this memory, {} or {"device": {...}}
+      usage()               -> what a server watches, {} or {"bytes": {use: bytes}, "graphs": GraphCache.statistics()}
       seconds               what opening took, {part of a cold start: seconds}
     """
 
@@ -95,6 +96,9 @@ class HostMemory:
         return size / min(seconds[1:])  # the first one faults the pages in
 
     def figures(self):
+        return {}
+
+    def usage(self):
         return {}
 
     def _block(self, num_bytes):

@@ -13,9 +13,14 @@ MAY_IMPORT = {
     "weights": ("headers", "checkpoint", "errors"), "graphs": ("errors",),
     "device": ("headers", "checkpoint", "weights", "graphs", "errors"),
     "engine": ("headers", "checkpoint", "build", "native", "weights", "device", "graphs", "errors"),
-    "report": ("errors",), "text": ("errors",),
+    "report": ("errors",), "text": ("errors",), "arrays": ("errors",), "listen": ("errors",), "log": (), "stdio": (),
+    "metrics": ("report",), "requests": ("arrays", "engine", "report", "text", "errors"),
+    "scheduler": ("engine", "requests", "errors"), "connection": ("requests",),
+    "http": ("connection", "metrics", "requests", "errors"),
+    "server": ("connection", "http", "listen", "log", "metrics", "requests", "scheduler", "stdio", "errors"),
+    "serve": ("build", "listen", "scheduler", "http", "server", "errors"),
     "doctor": ("build", "checkpoint", "device", "engine", "errors", "native"),
-    "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "errors"),
+    "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "arrays", "serve", "errors"),
 }
 
 

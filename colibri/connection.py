@@ -1,0 +1,242 @@
+"""A client's connection: what it has running, and the bytes that it has not taken yet. JSON lines; HTTP is in http.py."""
+
+import asyncio
+import json
+import re
+import time
+
+from colibri.requests import Refused, cancelled_id, parse
+
+MAX_UNREAD_BYTES = 4 << 20  # that a client may leave unread before it is dropped ...
+MAX_STALL_SECONDS = 60      # ... and so long it may take nothing of what waits for it, or send half a line
+HTTP_LINE = re.compile(rb"[A-Z]+ \S+ HTTP/")  # by which a browser would bring in a line of somebody else's page
+LINES_A_TURN = 64           # of one client, before others have their turn
+
+
+class Connection(asyncio.Protocol):
+    """What lines and HTTP share. The transport is a socket's, or stdio.Pipes.
+
+    running: {id: Request}
+    """
+
+    def __init__(self, server):
+        self.server, self.transport = server, None
+        self.running = {}
+        self.is_full = False    # as many bytes wait for the client as should: nothing more is read from it
+        self.is_closing = False
+        self._input, self._output = bytearray(), []
+        self._waiting, self._moved = 0, time.monotonic()  # bytes for the client at the last check, and when they changed
+
+    def connection_made(self, transport):
+        self.transport = transport
+        if not self.server.opened(self):
+            self.refuse(Refused(f"connections: {self.server.max_connections} are open, expected fewer; close one first",
+                                "too_many_connections"))
+            self.close()
+
+    def connection_lost(self, exc):
+        """The client has left: so do its requests."""
+        self.is_closing = True
+        self.server.closed(self)
+        for request in list(self.running.values()):
+            self.server.cancel(request)
+
+    def pause_writing(self):
+        self.is_full, self._moved = True, time.monotonic()
+        self._pause()
+
+    def resume_writing(self):
+        self.is_full = False
+        self.pump()
+
+    def data_received(self, data):
+        self._input += data
+        if len(self._input) == len(data):
+            self._moved = time.monotonic()
+        self.pump()
+
+    def pump(self):
+        """Handles what has arrived, as long as the client takes the answers, and in turn with other clients."""
+        if self.is_closing:
+            return
+        if self.is_full:
+            self._pause()
+        elif self.consume(LINES_A_TURN):
+            self._pause()
+            self.server.loop.call_soon(self.pump)
+        else:
+            self._resume()
+
+    def _pause(self):
+        if not self.is_closing and self.transport.is_reading():
+            self.transport.pause_reading()
+
+    def _resume(self):
+        if not self.is_closing and not self.transport.is_reading():
+            self.transport.resume_reading()
+
+    def write(self, data):
+        """Sends at the next flush(), so that what one step brings is one system call."""
+        self._output.append(data)
+
+    def flush(self):
+        if self.is_closing or not self._output:
+            self._output.clear()
+            return
+        self.transport.write(b"".join(self._output))
+        self._output.clear()
+        if self.transport.get_write_buffer_size() > self.server.max_unread(self):
+            self.drop(f"more than {MAX_UNREAD_BYTES >> 20} MiB unread")
+
+    def drop(self, reason):
+        """Ends a connection whose client hinders it."""
+        if not self.is_closing:
+            self.server.dropped(reason)
+            self.is_closing = True
+            self.transport.abort()
+
+    def close(self):
+        """Ends the connection when the client has taken what was written."""
+        self.flush()
+        if not self.is_closing:
+            self.is_closing = True
+            self.transport.close()
+
+    def drain(self):
+        """The server will end: so does the connection, when its requests have."""
+        if not self.running:
+            self.close()
+
+    def check(self, now):
+        """Called now and then: drops a client that takes nothing, or stops within what it sends."""
+        waiting = self.transport.get_write_buffer_size()
+        if waiting != self._waiting:
+            self._waiting, self._moved = waiting, now
+        if now - self._moved > MAX_STALL_SECONDS:
+            if waiting:
+                self.drop(f"took nothing for {MAX_STALL_SECONDS} s")
+            elif self._input and not self.running:
+                self.drop(f"sent half a message, then nothing for {MAX_STALL_SECONDS} s")
+
+    def refuse(self, error):
+        """Answers with an error."""
+        raise NotImplementedError
+
+    def consume(self, count):
+        """Handles up to count messages of the input; returns whether there are more."""
+        raise NotImplementedError
+
+    def progress(self, request):
+        """There are new tokens, or the end."""
+        raise NotImplementedError
+
+
+class Lines(Connection):
+    """One JSON object a line, both ways."""
+
+    def __init__(self, server):
+        super().__init__(server)
+        self.is_ended = False
+        self._searched = 0         # bytes of the input that hold no line's end
+        self._is_first = True
+        self._is_skipping = False  # the rest of a line that is too long
+
+    def consume(self, count):
+        """True where more lines may wait."""
+        while count and not self.is_full and not self.is_closing:
+            end = self._input.find(b"\n", self._searched)
+            if end < 0:
+                self._keep()
+                self.flush()
+                self._end()
+                return False
+            line = bytes(self._input[:end])
+            del self._input[:end + 1]
+            self._searched = 0
+            if self._is_skipping:
+                self._is_skipping = False
+            elif len(line) > self.server.reader.max_bytes:
+                self._refuse_long()
+            elif self._is_first and HTTP_LINE.match(line):
+                self.refuse(Refused("line: HTTP, expected a JSON object a line; HTTP is spoken at --http"))
+                self.close()
+            elif line.strip():
+                self.line(line)
+            self._is_first = False
+            count -= 1
+        self.flush()
+        return not self.is_closing
+
+    def _keep(self):
+        """Of a line that has not ended: as much as may be one."""
+        self._searched = len(self._input)
+        if len(self._input) > self.server.reader.max_bytes or self._is_skipping:
+            if not self._is_skipping:
+                self._refuse_long()
+            self._input.clear()
+            self._searched, self._is_skipping = 0, True
+
+    def _refuse_long(self):
+        self.refuse(Refused(f"line: more than {self.server.reader.max_bytes} bytes, expected fewer; no prompt that fits "
+                            "the context is as long"))
+
+    def line(self, line):
+        try:
+            values = parse(line)
+            identity = cancelled_id(values)
+            if identity is not None:
+                if identity in self.running:  # else it has just ended
+                    self.server.cancel(self.running[identity])
+                return
+            request = self.server.reader.request(values)
+            if request.id in self.running:
+                raise Refused(f"id: {json.dumps(request.id)} is running, expected another; wait for its end",
+                              id=request.id)
+            request.owner = self
+            self.server.submit(request)
+            self.running[request.id] = request
+        except Refused as error:
+            self.refuse(error)
+
+    def refuse(self, error):
+        self.server.refused(error)
+        self.write(error_line(error))
+
+    def progress(self, request):
+        if request.stream:
+            identity = json.dumps(request.id)
+            for token, piece in request.news():
+                text = f', "text": {json.dumps(piece)}' if request.used else ""
+                self.write(f'{{"id": {identity}, "token": {token}{text}}}\n'.encode())
+        if request.finish:
+            del self.running[request.id]
+            self.write(error_line(request.error) if request.error else self._final(request))
+            self._end()
+
+    def _final(self, request):
+        values = {"id": request.id}
+        if request.rows is not None:
+            values["output"] = request.rows.output
+        elif request.used:
+            values["text"] = request.text()
+        else:
+            values["ids"] = request.tokens
+        return json.dumps({**values, "finish_reason": request.finish, **request.figures(),
+                           "path": self.server.engine.path}).encode() + b"\n"
+
+    def end(self):
+        """There is no more input, but answers are waited for: stdin has ended."""
+        self._input += b"\n"
+        self.is_ended = True
+        self.pump()
+
+    def _end(self):
+        if self.is_ended and not self.running and not self._input:
+            self.server.stop()
+        elif self.server.is_draining and not self.running:
+            self.close()
+
+
+def error_line(error):
+    values = {"id": error.id, "error": {"message": str(error), "code": error.code}}
+    return json.dumps(values).encode() + b"\n"

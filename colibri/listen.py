@@ -1,0 +1,153 @@
+"""The sockets that a server listens on: host:port, unix:path, or one that systemd opened."""
+
+import fcntl
+import ipaddress
+import os
+import resource
+import socket
+import stat
+
+from colibri.errors import ColibriError
+
+BACKLOG = 1024
+FIRST_PASSED = 3  # the descriptor of the first socket that systemd passes
+MAX_PATH = 107    # bytes of a Unix socket's name
+
+
+class Listener:
+    """One listening socket. option: the one that named it. place: where it is, for the line that says so."""
+
+    backlog = BACKLOG
+
+    def __init__(self, option, address, passed=None):
+        self.option, self.server = option, None
+        self._path = self._inode = None
+        try:
+            if passed is not None:
+                self.socket = socket.socket(fileno=passed)
+                self.place = _place(self.socket)
+            elif address.startswith("unix:"):
+                self._path = address.removeprefix("unix:")
+                self.socket, self.place = self._unix(self._path), address
+            else:
+                self.socket = _tcp(option, address)
+                self.place = _place(self.socket)
+        except OSError as error:
+            raise ColibriError(f"{option}: {address}: {error.strerror or error}, expected a free address of this machine; "
+                               "choose another") from None
+        self.socket.setblocking(False)
+
+    def _unix(self, path):
+        """Takes the place of a socket that a killed server left behind, and of nothing else."""
+        if not 0 < len(os.fsencode(path)) <= MAX_PATH:
+            raise ColibriError(f"{self.option}: unix:{path}, expected a name of 1 to {MAX_PATH} bytes; choose another")
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # two servers that start at once
+            self._clear(path)
+            listening.bind(path)
+            listening.listen(BACKLOG)
+            self._inode = os.stat(path).st_ino
+        except BaseException:
+            listening.close()
+            raise
+        finally:
+            os.close(folder)
+        return listening
+
+    def _clear(self, path):
+        try:
+            kind = os.lstat(path).st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(kind):
+            raise ColibriError(f"{self.option}: unix:{path}, a file that is no socket, expected none there; "
+                               "choose another name, or remove it")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+                return
+            except OSError:  # full, or not ours to connect to: somebody is there
+                pass
+        raise ColibriError(f"{self.option}: unix:{path}, in use by another server, expected a free name; choose another, "
+                           "or end that server")
+
+    def unlink(self):
+        if self._inode is not None:
+            try:
+                if os.stat(self._path).st_ino == self._inode:
+                    os.unlink(self._path)
+            except OSError:
+                pass
+            self._inode = None
+
+    def close(self):
+        """Stops listening; connections go on."""
+        self.unlink()
+        if self.server is not None:
+            self.server.close()
+        else:
+            self.socket.close()
+
+
+def split(option, address):
+    """(host, port) of HOST:PORT, [IPv6]:PORT or :PORT, which is of this machine alone."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535 or (":" in host and host[0] != "["):
+        raise ColibriError(f"{option}: {address}, expected {'- or ' if option == '--serve' else ''}HOST:PORT"
+                           f"{' or unix:PATH' if option == '--serve' else ''}, with a port of 0 to 65535")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def _tcp(option, address):
+    host, port = split(option, address)
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these: a machine that
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)  # vanished is noticed within a minute
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        listening.bind(where)
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _place(listening):
+    name = listening.getsockname()
+    if isinstance(name, tuple):
+        host = f"[{name[0]}]" if ipaddress.ip_address(name[0].partition("%")[0]).version == 6 else name[0]
+        return f"{host}:{name[1]}"
+    return f"unix:{os.fsdecode(name)}"
+
+
+def activated():
+    """{"serve": descriptor, "http": descriptor} of the sockets that systemd passed to this process, by their names.
+
+    A socket whose FileDescriptorName= is not "http" is --serve's. What is not meant for this process is left alone.
+    """
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return {}
+    names = os.environ.get("LISTEN_FDNAMES", "").split(":")
+    count = int(os.environ.get("LISTEN_FDS", "0"))
+    names += [""] * (count - len(names))
+    passed = {"http" if names[index] == "http" else "serve": FIRST_PASSED + index for index in range(count)}
+    for descriptor in passed.values():
+        os.set_inheritable(descriptor, False)
+    return passed
+
+
+def number_of_files():
+    """How many files this process may have open, raised to what it may be raised to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

@@ -1,0 +1,289 @@
+"""Continuous batching: requests join and leave the running batch between steps, on the one thread that steps the engine."""
+
+import collections
+import heapq
+import itertools
+import math
+import queue
+import threading
+import time
+import traceback
+
+from colibri.errors import ColibriError
+from colibri.requests import Refused
+
+STEP_TOKENS = 64  # at most in a call, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
+PREFILL_CHUNK = {"host": 64, "cuda": 256}  # tokens, by backend: see README
+
+
+class Scheduler:
+    """Runs requests on an engine.
+
+    deliver: called on the scheduler's thread with a list of requests that have new tokens or have ended, at most once
+             until take() has fetched them
+    Requests wait in the order of their arrival, at most queue_size of them beyond the engine's slots. A turn is one step
+    of decoding for all that run, then one chunk of the prompt that waits longest. Where a prompt is cut depends on the
+    prompt alone, so that its bits do too, on a GPU as well. submit(), cancel(), look() and stop() may be called by any
+    one other thread.
+    """
+
+    def __init__(self, engine, queue_size, prefill_chunk, deliver):
+        self.engine, self.queue_size, self.prefill_chunk = engine, queue_size, prefill_chunk
+        self.steps = {"prefill": 0, "decode": 0}
+        self.step_began = None         # monotonic seconds, while a step runs
+        self.failure = None            # why the thread ended, if by itself
+        self._deliver, self._outbox, self._told = deliver, collections.deque(), False
+        self._submitted = self._ended = 0
+        self._inbox = queue.SimpleQueue()
+        self._waiting = collections.OrderedDict()  # requests without a slot
+        self._prefilling, self._running = [], []
+        self._deadlines, self._ties = [], itertools.count()
+        self._token_seconds = 0  # of prefill, the best so far: what a deadline must leave at least
+        self._stopping = self._cancelling = False
+        self._thread = threading.Thread(target=self._main, name="scheduler", daemon=True)
+
+    def start(self):
+        self._thread.start()
+
+    # For other threads.
+
+    def submit(self, request):
+        """Queues a request; raises Refused where the queue is full."""
+        if self._submitted - self._ended >= self.queue_size + self.engine.num_slots:
+            raise Refused(f"queue: {self.queue_size} requests wait, expected fewer; send it again later, or raise "
+                          "--queue-size", "queue_full", request.id)
+        self._submitted += 1
+        self._inbox.put(request)
+
+    def cancel(self, request, finish="cancelled"):
+        """Ends a request before its time, unless it has ended."""
+        request.cancelled = request.cancelled or finish
+        self._inbox.put(None)
+
+    def look(self, function):
+        """Calls function() on the scheduler's thread between two turns."""
+        self._inbox.put(function)
+
+    def take(self):
+        """The requests that have news, each once."""
+        self._told = False
+        news = {}
+        while self._outbox:
+            news[self._outbox.popleft()] = None
+        return list(news)
+
+    def stop(self):
+        """Ends the thread after its turn; what has not ended stays so."""
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join()
+
+    @property
+    def is_alive(self):
+        return self._thread.is_alive()
+
+    @property
+    def num_unfinished(self):
+        return self._submitted - self._ended
+
+    @property
+    def num_waiting(self):
+        return len(self._waiting) + self._inbox.qsize()
+
+    @property
+    def num_running(self):
+        return len(self._prefilling) + len(self._running)
+
+    # The scheduler's thread.
+
+    def _main(self):
+        try:
+            while not self._stopping:
+                self._turn()
+        except ColibriError as error:  # of a device that is lost
+            self._fail(str(error))
+        except BaseException:  # noqa: BLE001 - whatever it is, clients and the operator are told
+            self._fail(f"scheduler: {traceback.format_exc(limit=-3)}".replace("\n", " "))
+
+    def _fail(self, message):
+        self.failure = message
+        for request in [*self._waiting, *self._prefilling, *self._running]:
+            self._finish(request, error=Refused(message, "internal", request.id))
+        self._tell()
+
+    def _turn(self):
+        idle = not (self._waiting or self._prefilling or self._running)
+        while idle or not self._inbox.empty():
+            self._receive(self._inbox.get())
+            idle = False
+        self._sweep()
+        self._admit()
+        for start in range(0, len(self._running), STEP_TOKENS):
+            self._decode(self._running[start:start + STEP_TOKENS])
+        if self._running:
+            self._running = [request for request in self._running if request.finish is None]
+        if self._prefilling:
+            self._prefill()
+        self._tell()
+
+    def _receive(self, item):
+        if callable(item):
+            item()
+        elif item is None:
+            self._cancelling = True
+        else:
+            self._waiting[item] = None
+            if item.deadline < math.inf:
+                heapq.heappush(self._deadlines, (item.deadline, next(self._ties), item))
+
+    def _sweep(self):
+        """Ends what was cancelled, or has passed its deadline."""
+        now = time.monotonic()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].finish):
+            request = heapq.heappop(self._deadlines)[2]
+            request.cancelled = request.cancelled or "deadline"
+            self._cancelling = True
+        if not self._cancelling:
+            return
+        self._cancelling = False
+        for requests in (self._waiting, self._prefilling, self._running):
+            stopped = [request for request in requests if request.cancelled]
+            for request in stopped:
+                self._cut(request, now)
+            if stopped and requests is self._waiting:
+                for request in stopped:
+                    del self._waiting[request]
+            elif stopped:
+                requests[:] = [request for request in requests if request.finish is None]
+
+    def _cut(self, request, now):
+        if request.cancelled == "deadline" and not request.tokens:
+            state = "waiting" if request.session is None else "prefilling"
+            self._finish(request, error=Refused(
+                f"deadline_ms: passed after {1e3 * (now - request.arrived):.0f} ms while {state}, expected time for a "
+                "first token; allow more, or send it when fewer requests run", "deadline", request.id))
+        else:
+            self._finish(request, request.cancelled)
+
+    def _admit(self):
+        while self._waiting and len(self._prefilling) + len(self._running) < self.engine.num_slots:
+            request, _ = self._waiting.popitem(last=False)
+            least = self._token_seconds * len(request.prompt)
+            if request.deadline < math.inf and time.monotonic() + least > request.deadline:
+                left = 1e3 * (request.deadline - time.monotonic())
+                self._finish(request, error=Refused(
+                    f"deadline_ms: {left:.0f} ms left, expected at least {1e3 * least:.0f} for a first token; allow more",
+                    "deadline", request.id))
+                continue
+            try:
+                if request.rows is None:
+                    request.session = self.engine.session()
+                else:
+                    request.rows.begin()
+            except ColibriError as error:
+                self._finish(request, error=Refused(str(error), "bad_request", request.id))
+                continue
+            self._prefilling.append(request)
+
+    def _decode(self, requests):
+        work = [(request.session, request.tokens[-1:]) for request in requests]
+        tokens = self._step("decode", requests, work, [request.sampler for request in requests])
+        now = time.monotonic()
+        for request, token in zip(requests, tokens):
+            if token is not None:
+                self._add(request, token, now)
+
+    def _prefill(self):
+        """One call: the next chunk of the oldest prompt, with those of others where all are short."""
+        oldest = self._prefilling[0]
+        if oldest.rows is not None:
+            self._run_rows(oldest)
+            return
+        chosen, total = [], 0
+        for request in self._prefilling:
+            count = min(self.prefill_chunk, len(request.prompt) - request.prefilled)
+            if request.rows is not None or chosen and total + count > min(STEP_TOKENS, self.prefill_chunk):
+                break
+            chosen.append((request, count))
+            total += count
+        work, samplers = [], []
+        for request, count in chosen:
+            end = request.prefilled + count
+            work.append((request.session, request.prompt[request.prefilled:end]))
+            samplers.append(request.sampler if end == len(request.prompt) else None)
+        began = time.monotonic()
+        tokens = self._step("prefill", [request for request, _ in chosen], work, samplers)
+        now = time.monotonic()
+        self._token_seconds = min(self._token_seconds or math.inf, (now - began) / total)
+        for (request, count), token in zip(chosen, tokens):
+            request.prefilled += count
+            if token is not None:
+                self._add(request, token, now)
+                if request.finish is None:
+                    self._running.append(request)
+        self._prefilling = [request for request in self._prefilling
+                            if request.finish is None and request.prefilled < len(request.prompt)]
+
+    def _run_rows(self, request):
+        """The next rows of a bare stack's input, and the last ones' way to its output."""
+        rows, self._prefilling[:] = request.rows, self._prefilling[1:]
+        try:
+            self.steps["prefill"] += 1
+            rows.write(self.engine.stack(rows.read(request.prefilled, self.engine.max_tokens)))
+            request.prefilled = min(request.prefilled + self.engine.max_tokens, len(rows))
+            if request.prefilled < len(rows):
+                self._prefilling.insert(0, request)
+            else:
+                rows.end()
+                request.times.append(time.monotonic())
+                self._finish(request, "stop")
+        except (ColibriError, MemoryError) as error:
+            self.engine.memory.sync()
+            self._finish(request, error=Refused(_reason(error), "internal", request.id))
+
+    def _step(self, kind, requests, work, samplers):
+        """The next token of each; None for a sampler of None, and where the step failed, which ends that request."""
+        self.steps[kind] += 1
+        self.step_began = time.monotonic()
+        try:
+            return self.engine.step(work, samplers)
+        except (ColibriError, MemoryError) as error:
+            self.engine.memory.sync()  # fails where a device is lost: then nothing can go on
+            if len(work) == 1:
+                self._finish(requests[0], error=Refused(_reason(error), "internal", requests[0].id))
+                return [None]
+        finally:
+            self.step_began = None
+        # One of them spoiled the step: each again alone. A session that a step failed for is as it was before.
+        return [self._step(kind, [request], [item], [sampler])[0]
+                for request, item, sampler in zip(requests, work, samplers)]
+
+    def _add(self, request, token, now):
+        if token in self.engine.checkpoint.eos:
+            self._finish(request, "stop")
+            return
+        request.tokens.append(token)
+        request.times.append(now)
+        if len(request.tokens) == request.max_new_tokens:
+            self._finish(request, "length")
+        elif request.stream:
+            self._outbox.append(request)
+
+    def _finish(self, request, finish="error", error=None):
+        if request.session is not None:
+            request.session.close()
+        if request.rows is not None:
+            request.rows.close()
+        request.error, request.finish = error, finish
+        self._ended += 1
+        self._outbox.append(request)
+
+    def _tell(self):
+        if self._outbox and not self._told:
+            self._told = True
+            self._deliver()
+
+
+def _reason(error):
+    return str(error) if isinstance(error, ColibriError) else "memory: not enough for a step, expected more; " \
+        "lower --batch-size, or raise the service's limit"

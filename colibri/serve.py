@@ -1,0 +1,56 @@
+"""The options of a server, and its start. What they start is imported when it is wanted: other runs do without."""
+
+from colibri import build
+from colibri.errors import ColibriError
+
+QUEUE_SIZE = 64
+MAX_QUEUE_SIZE = 1 << 20
+DRAIN_SECONDS = 30
+MAX_DRAIN_SECONDS = 86400
+FORMATS = ("text", "json")
+OPTIONS = ("queue_size", "prefill_chunk", "drain", "log_format", "log_prompts")  # only with --serve or --http
+
+
+def add_options(parser, integer, choice):
+    """integer(option, low, high), choice(option, values): makers of argparse types."""
+    add = parser.add_argument_group("service").add_argument
+    add("--serve", metavar="-|HOST:PORT|unix:PATH", help="answer requests, JSON a line, of stdin or of a socket's clients")
+    add("--http", metavar="HOST:PORT", help="GET /health /ready /metrics, POST /v1/completions /v1/chat/completions")
+    add("--queue-size", type=integer("--queue-size", 0, MAX_QUEUE_SIZE), metavar="N",
+        help=f"requests that may wait for a slot (default {QUEUE_SIZE}); there are --batch-size slots")
+    add("--prefill-chunk", type=integer("--prefill-chunk", 1), metavar="N",
+        help="tokens of a prompt between two steps of the others (default: 64 on the host, 256 on a GPU)")
+    add("--drain", type=integer("--drain", 0, MAX_DRAIN_SECONDS), metavar="SECONDS",
+        help=f"to finish what runs after SIGTERM or Ctrl-C (default {DRAIN_SECONDS})")
+    add("--log-format", type=choice("--log-format", FORMATS), metavar="|".join(FORMATS), help="of stderr, a line a request")
+    add("--log-prompts", action="store_true", default=None, help="show the prompts in the log")
+
+
+def check_options(options):
+    """Puts the defaults in place of what was left out."""
+    from colibri.listen import split
+    if options.serve not in (None, "-") and not options.serve.startswith("unix:"):
+        split("--serve", options.serve)
+    if options.http is not None:
+        split("--http", options.http)
+        import colibri.http  # noqa: F401 - that what it needs is installed
+    for name, default in (("queue_size", QUEUE_SIZE), ("drain", DRAIN_SECONDS), ("log_format", FORMATS[0]),
+                          ("log_prompts", False)):
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+
+
+def serve(engine, options):
+    """Serves until a signal, or the end of stdin with --serve -."""
+    import asyncio
+    import signal
+
+    from colibri.scheduler import PREFILL_CHUNK
+    from colibri.server import Server
+    if options.prefill_chunk is None:
+        options.prefill_chunk = min(PREFILL_CHUNK["host" if engine.path.startswith("host") else "cuda"], engine.max_tokens)
+    if options.prefill_chunk > engine.max_tokens:
+        raise ColibriError(f"--prefill-chunk: {options.prefill_chunk}, expected at most {engine.max_tokens}, "
+                           f"{build.raise_limit('MAX_SEQ_LEN', options.prefill_chunk)}")
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that leaves is an error of its connection alone
+    asyncio.run(Server(engine, options).main())

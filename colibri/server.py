@@ -1,0 +1,224 @@
+"""The server: one engine, its scheduler, and the clients of --serve and --http."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+import time
+
+from colibri.connection import MAX_UNREAD_BYTES, Lines
+from colibri.errors import ColibriError
+from colibri.listen import Listener, activated, number_of_files
+from colibri.log import PROMPT, Log
+from colibri.metrics import Metrics, inspect
+from colibri.requests import CODES, FINISHES, Reader, Refused
+from colibri.scheduler import Scheduler
+from colibri.stdio import Pipes
+
+MAX_CONNECTIONS = 1000
+SPARE_FILES = 100        # of the process's limit of open files, not for connections
+CUT_SECONDS = 5          # that the last step may take when the time to drain is over
+CLOSE_SECONDS = 1        # that clients may take to fetch what is left for them
+CHECK_SECONDS = 1        # between two looks for clients that have stopped
+SWITCH_SECONDS = 0.0005  # that the scheduler waits for the interpreter while another thread holds it
+STUCK_SECONDS = 60       # of one step, after which the process is not healthy
+
+
+class Server:
+    def __init__(self, engine, options):
+        self.engine, self.options = engine, options
+        self.reader = Reader(engine)
+        self.metrics = Metrics(FINISHES, CODES)
+        self.max_connections = max(1, min(MAX_CONNECTIONS, number_of_files() - SPARE_FILES))
+        self.connections = set()
+        self.is_draining = False
+        self.name = os.path.basename(engine.checkpoint.path)
+        self._listeners, self._signals, self._state, self._pipes = [], [], None, None
+
+    async def main(self):
+        self.loop, self._stopped, self._idle = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self.scheduler = Scheduler(self.engine, self.options.queue_size, self.options.prefill_chunk,
+                                   lambda: self.loop.call_soon_threadsafe(self._news))
+        self.log = Log(self.options.log_format)
+        try:
+            self._state = inspect(self.engine)
+            await self._listen()
+            self._begin()
+            await self._stopped.wait()
+            if self.scheduler.failure is None:
+                await self._drain()
+            await self._close()
+        finally:
+            for listener in self._listeners:
+                listener.close()
+            self.log.close()
+        if self.scheduler.failure is not None:
+            raise ColibriError(self.scheduler.failure)
+
+    async def _listen(self):
+        passed = activated()
+        for name, address, make in (("serve", self.options.serve, lambda: Lines(self)),
+                                    ("http", self.options.http, self._http())):
+            if address is None or address == "-":
+                continue
+            listener = Listener(f"--{name}", address, passed.get(name))
+            self._listeners.append(listener)
+            listener.server = await self.loop.create_server(make, sock=listener.socket, backlog=listener.backlog)
+
+    def _http(self):
+        if self.options.http is None:
+            return None
+        from colibri.http import Http  # needs h11
+        return lambda: Http(self)
+
+    def _begin(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._signal, number)
+        sys.setswitchinterval(SWITCH_SECONDS)
+        self.scheduler.start()
+        places = ", ".join(f"{listener.option.strip('-').replace('serve', '')} {listener.place}".strip()
+                           for listener in self._listeners)
+        if self.options.serve == "-":
+            self._pipes = Lines(self)
+            Pipes(self.loop, self._pipes)
+            places = ", ".join(filter(None, ("stdin", places)))
+        self.loop.call_later(CHECK_SECONDS, self._check)
+        gc.collect()
+        gc.freeze()  # the model's objects: no collection looks at them again
+        self.log.line(f"serving {self.name} on {places}")
+
+    def _signal(self, number):
+        """The first asks for an end, the second makes one."""
+        if not self._signals:
+            self._signals.append(number)
+            self.stop()
+            return
+        for listener in self._listeners:
+            listener.unlink()
+        os.write(2, b"terminated\n" if number == signal.SIGTERM else b"interrupted\n")
+        os._exit(128 + number)
+
+    def stop(self):
+        self.is_draining = True
+        self._stopped.set()
+
+    async def _drain(self):
+        """Lets what was accepted finish in the time for it, and cuts the rest."""
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(self.connections):
+            connection.drain()
+        for seconds, finish in ((self.options.drain, "shutdown"), (CUT_SECONDS, None)):
+            if self.scheduler.num_unfinished:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._idle.wait(), seconds)
+            for connection in list(self.connections):
+                for request in list(connection.running.values()):
+                    if finish:
+                        self.scheduler.cancel(request, finish)
+
+    async def _close(self):
+        for connection in list(self.connections):
+            connection.close()
+        end = time.monotonic() + CLOSE_SECONDS
+        while self.connections and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            connection.transport.abort()
+        if self.scheduler.step_began is None:
+            await asyncio.to_thread(self.scheduler.stop)
+
+    def _check(self):
+        now = time.monotonic()
+        for connection in list(self.connections):
+            connection.check(now)
+        self.loop.call_later(CHECK_SECONDS, self._check)
+
+    # What connections call.
+
+    def opened(self, connection):
+        """Whether there is room for it."""
+        self.metrics.connections += 1
+        self.connections.add(connection)
+        if len(self.connections) > self.max_connections:
+            self.metrics.dropped_connections += 1
+            return False
+        return True
+
+    def closed(self, connection):
+        self.connections.discard(connection)
+
+    def max_unread(self, connection):
+        """Bytes that may wait for a client: no limit for stdout, whose reader has nobody else to wait for."""
+        return float("inf") if connection is self._pipes else MAX_UNREAD_BYTES
+
+    def dropped(self, reason):
+        self.metrics.dropped_connections += 1
+        self.log.event("connection", dropped=reason)
+
+    def submit(self, request):
+        if self.is_draining:
+            raise Refused("server: shutting down, expected a running one; send it to another, or again later", "shutdown",
+                          request.id)
+        self.scheduler.submit(request)
+
+    def cancel(self, request):
+        self.scheduler.cancel(request)
+
+    def refused(self, error):
+        """Counts and logs a request that was not accepted."""
+        self.metrics.errors[error.code] += 1
+        self.log.event("request", id=error.id, finish="error", code=error.code)
+
+    def health(self):
+        """What is wrong, or ""."""
+        began = self.scheduler.step_began
+        if not self.scheduler.is_alive:
+            return "the scheduler has ended"
+        if began is not None and time.monotonic() - began > STUCK_SECONDS:
+            return f"a step has been running for {time.monotonic() - began:.0f} s"
+        return ""
+
+    async def exposition(self):
+        """The text of /metrics. What only the scheduler may read is as of the last time that it answered within 1 s."""
+        future = self.loop.create_future()
+        self.scheduler.look(lambda: self.loop.call_soon_threadsafe(_set, future, inspect(self.engine)))
+        with contextlib.suppress(asyncio.TimeoutError):
+            self._state = await asyncio.wait_for(future, 1)
+        return self.metrics.text(self.scheduler, self._state, self.log.lost, len(self.connections))
+
+    def _news(self):
+        """What the scheduler has brought, for the clients it is for."""
+        owners = {}
+        for request in self.scheduler.take():
+            if request.finish:
+                self._ended(request)
+            if not request.owner.is_closing:
+                request.owner.progress(request)
+                owners[request.owner] = None
+        for owner in owners:
+            owner.flush()
+        if self.is_draining and not self.scheduler.num_unfinished:
+            self._idle.set()
+        if self.scheduler.failure is not None:
+            self.stop()
+
+    def _ended(self, request):
+        self.metrics.ended(request)
+        if request.error:
+            self.metrics.errors[request.error.code] += 1
+        figures = request.figures()
+        values = {"id": request.id, "prompt_tokens": figures["prompt_tokens"], "tokens": figures["completion_tokens"],
+                  "finish": request.finish, **({"code": request.error.code} if request.error else {}),
+                  "ttft_ms": figures["ttft_ms"], "itl_p99_ms": figures["itl_p99_ms"]}
+        if self.options.log_prompts and request.rows is None:
+            values["prompt"] = (request.used.decode(request.prompt).decode(errors="replace") if request.used
+                                else " ".join(map(str, request.prompt)))[:PROMPT]
+        self.log.event("request", **values)
+
+
+def _set(future, value):
+    if not future.done():
+        future.set_result(value)
