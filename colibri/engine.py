@@ -120,23 +120,33 @@ class Engine:
         """
         with self._open():
             pending = self._check_work(work)
-            results = []
             wanted = _check_samplers(samplers, len(pending))
-            pending = [(*item, sampler) for item, sampler in zip(pending, wanted)]
-            while pending:
-                pending, num_tokens, num_logits, taken = self._fill(pending, samplers is not None, every)
-                self._run(self.library.forward, num_tokens, num_logits)
-                if samplers is not None:
-                    results += self._fields["sampled"][:num_logits].tolist()
-                elif num_logits:
-                    results.append(self.state("logits", num_logits).copy())
-                    _check_finite("step: the logits", results[-1], sum(map(len, results[:-1])))
-                for session, count in taken:
-                    session.length += count
-        if samplers is None:
-            return np.concatenate(results)
+            before = [(session, session.length) for session, _ in pending]
+            try:
+                results = self._step([(*item, sampler) for item, sampler in zip(pending, wanted)], samplers is not None, every)
+                if samplers is None:
+                    return np.concatenate(results)
+            except BaseException:  # a session that a step failed for is as it was
+                for session, length in before:
+                    session.length = length
+                raise
         tokens = iter(results)
         return [next(tokens) if sampler else None for sampler in wanted]
+
+    def _step(self, pending, is_sampled, every):
+        """Runs [(session, tokens, sampler)]. Returns the sampled tokens, or arrays of logits."""
+        results = []
+        while pending:
+            pending, num_tokens, num_logits, taken = self._fill(pending, is_sampled, every)
+            self._run(self.library.forward, num_tokens, num_logits)
+            if is_sampled:
+                results += self._fields["sampled"][:num_logits].tolist()
+            elif num_logits:
+                results.append(self.state("logits", num_logits).copy())
+                _check_finite("step: the logits", results[-1], sum(map(len, results[:-1])))
+            for session, count in taken:
+                session.length += count
+        return results
 
     def stack(self, x):
         """Runs states x (num_tokens, hidden) through a bare stack of MoE layers; returns float32 of its shape."""
