@@ -40,6 +40,8 @@ INTEGERS = (0, 1, 2, 3, 7, 63, 64, 65, 127, 128, 255, 256, 257, 511, 512, 4095, 
             (1 << 32) - 1, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 4096, (1 << 64) - 1)
 NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-45, 1e-5, 0.5, 3e38, -3e38, float("inf"), float("-inf"), float("nan"))
 TEXTS = ("", "a", "id", "prompt", "\u20ac", "\U0001f426", "\ud83d", "\0", "\n", "\x7f", "\u2028", "\x1b[31m", "../x", "e" * 129)
+with np.errstate(over="ignore"):
+    HALVES = np.array(NUMBERS).astype(np.float16)
 COMPILED_EVERY = 20  # of the files that are taken: what config.h thinks of their shape
 HEADER, TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
 CODES = {"activation": 4, "router_kind": 4, "norm_kind": 3, "rope_kind": 2, "attention_kind": 3, "qk_norm": 3}
@@ -208,7 +210,7 @@ def fuzz_step(random, folder, counts):
     end = HEADER.itemsize + int(header["num_tensors"][0]) * TENSOR.itemsize
     for position in random.integers(end // 4096 + 1, len(data) // 4096, random.integers(0, 3)):
         page = np.frombuffer(data, np.float16, 2048, int(position) * 4096)
-        page[random.integers(0, 2048, random.integers(1, 50))] = random.choice(np.array(NUMBERS).astype(np.float16))
+        page[random.integers(0, 2048, random.integers(1, 50))] = random.choice(HALVES)
     directory = np.frombuffer(bytes(data[HEADER.itemsize:end]), TENSOR)
     data[:end] = seal(header[0], directory)
     path.unlink(missing_ok=True)
@@ -264,11 +266,13 @@ def request_case(random, folder):
         return (random.choice([b"[", b'{"a":', b'{"id":[']) * count + random.choice([b"", b"]" * count]))
     values = {"id": ["a", 7][random.integers(2)], "max_new_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.9, "seed": 1,
               "stream": True, "deadline_ms": 1000}
-    values |= [{"prompt": "It was"}, {"prompt_ids": [1, 2, 255]},
-               {"input": str(folder / "x.npy"), "output": str(folder / "y.npy")}][random.integers(3)]
-    for name in random.permutation(list(values))[:random.integers(0, 7)]:
+    if random.integers(3):
+        values |= [{"prompt": "It was"}, {"prompt_ids": [1, 2, 255]}][random.integers(2)]
+    else:
+        values = {"id": "a", "input": str(folder / "x.npy"), "output": str(folder / "y.npy")}
+    for name in random.permutation(list(values))[:random.choice([0, 0, 0, 1, 5])]:
         values.pop(str(name))
-    for _ in range(random.integers(0, 3)):
+    for _ in range(random.choice([0, 1, 1, 2])):
         values[str(random.choice([*requests.FIELDS, "cancel", *TEXTS]))] = any_json(random)
     with unlimited_digits():
         line = json.dumps(values, ensure_ascii=bool(random.integers(2))).encode(errors="surrogatepass")
@@ -294,7 +298,8 @@ def readers(folder):
 
 
 def fuzz_request(random, folder, counts):
-    line, reader = request_case(random, folder), readers(folder)[random.integers(2)]
+    line = request_case(random, folder)
+    reader = readers(folder)[int(b'"input"' in line) ^ int(random.integers(8) == 0)]
     try:
         values = requests.parse(line)
         if requests.cancelled_id(values) is not None:
@@ -302,7 +307,7 @@ def fuzz_request(random, folder, counts):
         request = reader.request(values)
     except requests.Refused as error:
         text = str(error)
-        if error.code not in requests.CODES or not text.isprintable() or not text.isascii() or len(text) > 1000:
+        if error.code not in requests.CODES or not text.isprintable() or len(text) > 1000:
             raise Failure(f"{error.code}: {text[:2000]!r}") from error
         raise
     counts["taken"] += 1
@@ -325,7 +330,7 @@ def prepare_request(folder):
 
 def one_case(target, seed, number, folder, counts):
     """Runs a case. Returns the error that it ended with, or None."""
-    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True, file=sys.__stderr__)
     try:
         target(np.random.default_rng([seed, number]), folder, counts)
         return None

@@ -172,7 +172,7 @@ class Reader:
             if name in values:
                 raise Refused(f"{name}: given, expected only with prompt or prompt_ids; leave it out")
         for name in ("input", "output"):
-            if not isinstance(values.get(name), str) or not values[name] or "\0" in values[name]:
+            if not isinstance(values.get(name), str) or not values[name] or not values[name].isprintable():
                 got = _shown(values[name]) if name in values else "missing"
                 raise Refused(f"{name}: {got}, expected the name of an .npy file")
         if os.path.realpath(values["input"]) == os.path.realpath(values["output"]):
