@@ -8,7 +8,7 @@ import time
 from colibri.requests import Refused, cancelled_id, parse
 
 MAX_UNREAD_BYTES = 4 << 20  # that a client may leave unread before it is dropped ...
-MAX_STALL_SECONDS = 60      # ... and so long it may take nothing of what waits for it, or send half a line
+MAX_STALL_SECONDS = 60      # ... and so long it may take nothing of what waits for it, or stop within a message
 HTTP_LINE = re.compile(rb"[A-Z]+ \S+ HTTP/")  # by which a browser would bring in a line of somebody else's page
 LINES_A_TURN = 64           # of one client, before others have their turn
 
@@ -19,13 +19,15 @@ class Connection(asyncio.Protocol):
     running: {id: Request}
     """
 
+    is_patient = False  # with a client that reads slowly
+
     def __init__(self, server):
         self.server, self.transport = server, None
         self.running = {}
         self.is_full = False    # as many bytes wait for the client as should: nothing more is read from it
         self.is_closing = False
         self._input, self._output = bytearray(), []
-        self._waiting, self._moved = 0, time.monotonic()  # bytes for the client at the last check, and when they changed
+        self._waiting, self._moved = 0, time.monotonic()  # bytes for the client at the last check; when anything moved
 
     def connection_made(self, transport):
         self.transport = transport
@@ -42,7 +44,7 @@ class Connection(asyncio.Protocol):
             self.server.cancel(request)
 
     def pause_writing(self):
-        self.is_full, self._moved = True, time.monotonic()
+        self.is_full = True
         self._pause()
 
     def resume_writing(self):
@@ -51,8 +53,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data):
         self._input += data
-        if len(self._input) == len(data):
-            self._moved = time.monotonic()
+        self._moved = time.monotonic()
         self.pump()
 
     def pump(self):
@@ -85,7 +86,7 @@ class Connection(asyncio.Protocol):
             return
         self.transport.write(b"".join(self._output))
         self._output.clear()
-        if self.transport.get_write_buffer_size() > self.server.max_unread(self):
+        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES and not self.is_patient:
             self.drop(f"more than {MAX_UNREAD_BYTES >> 20} MiB unread")
 
     def drop(self, reason):
@@ -112,11 +113,19 @@ class Connection(asyncio.Protocol):
         waiting = self.transport.get_write_buffer_size()
         if waiting != self._waiting:
             self._waiting, self._moved = waiting, now
-        if now - self._moved > MAX_STALL_SECONDS:
+        if now - self._moved > MAX_STALL_SECONDS and not self.is_patient:
             if waiting:
                 self.drop(f"took nothing for {MAX_STALL_SECONDS} s")
-            elif self._input and not self.running:
+            elif self.is_within_message() and not self.running:
                 self.drop(f"sent half a message, then nothing for {MAX_STALL_SECONDS} s")
+
+    def too_long(self, where):
+        return Refused(f"{where}: more than {self.server.reader.max_bytes} bytes, expected fewer; no prompt that fits the "
+                       "context is as long", "too_long")
+
+    def is_within_message(self):
+        """Whether a part of a message has arrived."""
+        raise NotImplementedError
 
     def refuse(self, error):
         """Answers with an error."""
@@ -141,6 +150,9 @@ class Lines(Connection):
         self._is_first = True
         self._is_skipping = False  # the rest of a line that is too long
 
+    def is_within_message(self):
+        return self._is_skipping or bool(self._input)
+
     def consume(self, count):
         """True where more lines may wait."""
         while count and not self.is_full and not self.is_closing:
@@ -156,7 +168,7 @@ class Lines(Connection):
             if self._is_skipping:
                 self._is_skipping = False
             elif len(line) > self.server.reader.max_bytes:
-                self._refuse_long()
+                self.refuse(self.too_long("line"))
             elif self._is_first and HTTP_LINE.match(line):
                 self.refuse(Refused("line: HTTP, expected a JSON object a line; HTTP is spoken at --http"))
                 self.close()
@@ -172,13 +184,9 @@ class Lines(Connection):
         self._searched = len(self._input)
         if len(self._input) > self.server.reader.max_bytes or self._is_skipping:
             if not self._is_skipping:
-                self._refuse_long()
+                self.refuse(self.too_long("line"))
             self._input.clear()
             self._searched, self._is_skipping = 0, True
-
-    def _refuse_long(self):
-        self.refuse(Refused(f"line: more than {self.server.reader.max_bytes} bytes, expected fewer; no prompt that fits "
-                            "the context is as long"))
 
     def line(self, line):
         try:

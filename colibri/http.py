@@ -21,7 +21,7 @@ COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "see
           "deadline_ms": "deadline_ms", "max_tokens": "max_new_tokens"}
 RENAMED = {"/v1/completions": COMMON, "/v1/chat/completions": {**COMMON, "max_completion_tokens": "max_new_tokens"}}
 INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False, 0),
+NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
            "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "tools": ([],),
            "tool_choice": ("none",), "response_format": ({"type": "text"},)}
 ROLES = ("system", "developer", "user", "assistant")
@@ -58,19 +58,22 @@ class Http(Connection):
         self.flush()
         return False
 
+    def is_within_message(self):
+        return self._h11.their_state is h11.SEND_BODY or bool(self._h11.trailing_data[0])
+
     def _event(self, event):
         if isinstance(event, h11.Request):
             self._head = event
             if self._h11.they_are_waiting_for_100_continue:
                 self.write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])))
         elif isinstance(event, h11.Data):
-            self._body += event.data
-            if len(self._body) > self.server.reader.max_bytes:
-                raise Refused(f"body: more than {self.server.reader.max_bytes} bytes, expected fewer; no prompt that fits "
-                              "the context is as long", "too_long")
+            if len(self._body) <= self.server.reader.max_bytes:  # the rest is not kept, but read: then the client hears why
+                self._body += event.data
         elif isinstance(event, h11.EndOfMessage):
             body, self._body = bytes(self._body), bytearray()
             self._is_busy = True
+            if len(body) > self.server.reader.max_bytes:
+                raise self.too_long("body")
             self._handle(self._head.method.decode(), self._head.target.partition(b"?")[0].decode("ascii", "replace"), body)
 
     def _handle(self, method, path, body):
@@ -149,11 +152,12 @@ class Http(Connection):
         self._respond(status, _error_body(error), headers=headers)
 
     def _respond(self, status, content, kind="application/json", headers=()):
-        data = (content if isinstance(content, str) else json.dumps(content)).encode()
+        data = (content if isinstance(content, str) else json.dumps(content) + "\n").encode()
         if self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.write(self._h11.send(h11.Response(status_code=status, headers=[
                 ("content-type", kind), ("content-length", str(len(data))), *headers, *self._connection_header()])))
-            self.write(self._h11.send(h11.Data(data)))
+            if self._head is None or self._head.method != b"HEAD":
+                self.write(self._h11.send(h11.Data(data)))
             self._end()
         else:
             self.close()
@@ -296,7 +300,7 @@ def transcript(messages):
     lines = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if not isinstance(message, dict) or set(message) - {"role", "content", "name"}:
+        if not isinstance(message, dict) or set(message) - {"role", "content"}:
             raise Refused(f"{where}: expected an object with role and content alone")
         if message.get("role") not in ROLES:
             raise Refused(f"{where}.role: {json.dumps(message.get('role'))[:60]}, expected one of {', '.join(ROLES)}")

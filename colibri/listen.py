@@ -9,15 +9,14 @@ import stat
 
 from colibri.errors import ColibriError
 
-BACKLOG = 1024
+BACKLOG = 4096    # connections that the kernel keeps until they are accepted
+ACCEPTS = 64      # of them at a time
 FIRST_PASSED = 3  # the descriptor of the first socket that systemd passes
 MAX_PATH = 107    # bytes of a Unix socket's name
 
 
 class Listener:
     """One listening socket. option: the one that named it. place: where it is, for the line that says so."""
-
-    backlog = BACKLOG
 
     def __init__(self, option, address, passed=None):
         self.option, self.server = option, None
@@ -75,6 +74,11 @@ class Listener:
                 pass
         raise ColibriError(f"{self.option}: unix:{path}, in use by another server, expected a free name; choose another, "
                            "or end that server")
+
+    async def start(self, loop, make):
+        """Gives each connection to a protocol that make() returns."""
+        self.server = await loop.create_server(make, sock=self.socket, backlog=ACCEPTS)
+        self.socket.listen(BACKLOG)  # create_server() has made it as small as its turns
 
     def unlink(self):
         if self._inode is not None:

@@ -3,11 +3,13 @@
 import json
 import os
 import queue
+import re
 import threading
 import time
 
 LINES = 1000       # that may wait; what comes beyond is lost, and counted
 LINE_BYTES = 4096  # of a line at most: what a pipe takes in one piece
+WORD = re.compile("[A-Za-z0-9_.:/+-]+")
 PROMPT = 300       # characters of a prompt that --log-prompts shows
 
 
@@ -63,6 +65,6 @@ class Log:
 
 def _plain(value):
     """Numbers and words as they are, other text in quotes, so that a line stays one line and its fields apart."""
-    if isinstance(value, str) and not value.isidentifier():
-        return json.dumps(value)
-    return str(value)
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) and WORD.fullmatch(value) else json.dumps(value)

@@ -124,6 +124,7 @@ class Reader:
         request = Request(values["id"], stream=_boolean(values, "stream", label))
         if "deadline_ms" in values:
             request.deadline = request.arrived + 1e-3 * _integer(values, "deadline_ms", 1, MAX_DEADLINE_MS, label)
+        self._check_model(given[0], label)
         if given == ["input"]:
             return self._stack(request, values)
         if "output" in values:
@@ -132,6 +133,16 @@ class Reader:
         request.max_new_tokens = self._count(request, values, label)
         request.sampler = _sampler(values, label)
         return request
+
+    def _check_model(self, name, label):
+        """That the model takes what is given."""
+        path, vocab_size = self._checkpoint.path, self._checkpoint.header["vocab_size"]
+        if name == "input" and vocab_size:
+            raise Refused(f"{path}: vocab_size={vocab_size}, expected 0 for input, a bare stack of MoE layers; give this "
+                          "model a prompt")
+        if name != "input" and not vocab_size:
+            raise Refused(f"{path}: vocab_size=0, expected tokens for {label[name]}; this is a bare stack of MoE layers, "
+                          "give it an input")
 
     def _prompt(self, request, values, name, label):
         prompt, vocab_size = values[name], self._checkpoint.header["vocab_size"]
@@ -146,7 +157,6 @@ class Reader:
         else:
             if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
                 raise Refused(f"{label[name]}: {_shown(prompt)}, expected a list of integers")
-            codec(self._checkpoint, True)  # that the model takes tokens
             wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
             if wrong is not None:
                 raise Refused(f"{label[name]}: {_shown(wrong)}, expected 0 to {vocab_size - 1}")

@@ -10,7 +10,7 @@ import time
 import traceback
 
 from colibri.errors import ColibriError
-from colibri.requests import Refused
+from colibri.requests import Refused, Request
 
 STEP_TOKENS = 64  # at most in a call, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
 PREFILL_CHUNK = {"host": 64, "cuda": 256}  # tokens, by backend: see README
@@ -72,11 +72,12 @@ class Scheduler:
             news[self._outbox.popleft()] = None
         return list(news)
 
-    def stop(self):
-        """Ends the thread after its turn; what has not ended stays so."""
+    def stop(self, seconds=None):
+        """Ends the thread after its turn; what has not ended stays so. False where that takes longer than seconds."""
         self._stopping = True
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     @property
     def is_alive(self):
@@ -100,15 +101,17 @@ class Scheduler:
         try:
             while not self._stopping:
                 self._turn()
-        except ColibriError as error:  # of a device that is lost
-            self._fail(str(error))
+        except (ColibriError, MemoryError) as error:  # of a device that is lost, or with no memory for the scheduler itself
+            self._fail(_reason(error))
         except BaseException:  # noqa: BLE001 - whatever it is, clients and the operator are told
             self._fail(f"scheduler: {traceback.format_exc(limit=-3)}".replace("\n", " "))
 
     def _fail(self, message):
         self.failure = message
-        for request in [*self._waiting, *self._prefilling, *self._running]:
-            self._finish(request, error=Refused(message, "internal", request.id))
+        items = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        for request in dict.fromkeys([*self._waiting, *self._prefilling, *self._running, *items]):
+            if isinstance(request, Request) and request.finish is None:
+                self._finish(request, error=Refused(message, "internal", request.id))
         self._tell()
 
     def _turn(self):

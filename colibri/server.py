@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
+import traceback
 
-from colibri.connection import MAX_UNREAD_BYTES, Lines
+from colibri.connection import Lines
 from colibri.errors import ColibriError
 from colibri.listen import Listener, activated, number_of_files
 from colibri.log import PROMPT, Log
@@ -18,7 +19,7 @@ from colibri.scheduler import Scheduler
 from colibri.stdio import Pipes
 
 MAX_CONNECTIONS = 1000
-SPARE_FILES = 100        # of the process's limit of open files, not for connections
+SPARE_FILES = 200        # of the process's limit of open files, not for connections
 CUT_SECONDS = 5          # that the last step may take when the time to drain is over
 CLOSE_SECONDS = 1        # that clients may take to fetch what is left for them
 CHECK_SECONDS = 1        # between two looks for clients that have stopped
@@ -35,7 +36,7 @@ class Server:
         self.connections = set()
         self.is_draining = False
         self.name = os.path.basename(engine.checkpoint.path)
-        self._listeners, self._signals, self._state, self._pipes = [], [], None, None
+        self._listeners, self._signals, self._state = [], [], None
 
     async def main(self):
         self.loop, self._stopped, self._idle = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
@@ -65,7 +66,7 @@ class Server:
                 continue
             listener = Listener(f"--{name}", address, passed.get(name))
             self._listeners.append(listener)
-            listener.server = await self.loop.create_server(make, sock=listener.socket, backlog=listener.backlog)
+            await listener.start(self.loop, make)
 
     def _http(self):
         if self.options.http is None:
@@ -74,6 +75,7 @@ class Server:
         return lambda: Http(self)
 
     def _begin(self):
+        self.loop.set_exception_handler(self._fault)
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._signal, number)
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -81,8 +83,7 @@ class Server:
         places = ", ".join(f"{listener.option.strip('-').replace('serve', '')} {listener.place}".strip()
                            for listener in self._listeners)
         if self.options.serve == "-":
-            self._pipes = Lines(self)
-            Pipes(self.loop, self._pipes)
+            Pipes(self.loop, Lines(self))
             places = ", ".join(filter(None, ("stdin", places)))
         self.loop.call_later(CHECK_SECONDS, self._check)
         gc.collect()
@@ -127,8 +128,11 @@ class Server:
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
             connection.transport.abort()
-        if self.scheduler.step_began is None:
-            await asyncio.to_thread(self.scheduler.stop)
+        if not await asyncio.to_thread(self.scheduler.stop, CUT_SECONDS):
+            for listener in self._listeners:
+                listener.unlink()
+            os.write(2, b"scheduler: a step does not end, expected it to; look at the GPU with nvidia-smi and dmesg\n")
+            os._exit(2)  # the engine cannot be closed while it runs
 
     def _check(self):
         now = time.monotonic()
@@ -149,10 +153,6 @@ class Server:
 
     def closed(self, connection):
         self.connections.discard(connection)
-
-    def max_unread(self, connection):
-        """Bytes that may wait for a client: no limit for stdout, whose reader has nobody else to wait for."""
-        return float("inf") if connection is self._pipes else MAX_UNREAD_BYTES
 
     def dropped(self, reason):
         self.metrics.dropped_connections += 1
@@ -196,14 +196,25 @@ class Server:
             if request.finish:
                 self._ended(request)
             if not request.owner.is_closing:
-                request.owner.progress(request)
                 owners[request.owner] = None
+                try:
+                    request.owner.progress(request)
+                except Exception as error:  # noqa: BLE001 - of one client: the others go on
+                    self._fault(self.loop, {"exception": error})
+                    request.owner.drop("an error of the server")
         for owner in owners:
             owner.flush()
         if self.is_draining and not self.scheduler.num_unfinished:
             self._idle.set()
         if self.scheduler.failure is not None:
             self.stop()
+
+    def _fault(self, loop, context):
+        """Logs what should not happen in a line of its own; the connection that it happened to has been closed."""
+        error = context.get("exception")
+        where = traceback.extract_tb(error.__traceback__)[-1] if error and error.__traceback__ else None
+        self.log.event("fault", error=repr(error) if error else context.get("message", ""),
+                       at=f"{os.path.basename(where.filename)}:{where.lineno}" if where else None)
 
     def _ended(self, request):
         self.metrics.ended(request)

@@ -17,6 +17,7 @@ class Pipes:
         self._reading.set()
         self._waiting, self._is_full, self._is_closing, self._is_lost = 0, False, False, False
         self._pieces = queue.SimpleQueue()
+        connection.is_patient = True
         connection.connection_made(self)
         for main in (self._read, self._write):
             threading.Thread(target=main, name=f"std{main.__name__}", daemon=True).start()

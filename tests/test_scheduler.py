@@ -1,0 +1,358 @@
+"""Continuous batching: who is in which step, and that a request's tokens are what they are alone."""
+
+import math
+import resource
+import time
+
+import numpy as np
+import pytest
+from synthetic import STACK, write_model
+
+from colibri.arrays import Rows
+from colibri.engine import Engine, Sampler
+from colibri.errors import ColibriError
+from colibri.requests import Refused, Request
+from colibri.scheduler import Scheduler
+
+CHUNK = 32
+
+
+@pytest.fixture(scope="module")
+def small(moe_32):
+    """An engine with four slots."""
+    with Engine(moe_32, backend="host", num_slots=4) as engine:
+        yield engine
+
+
+@pytest.fixture
+def scheduler(small, monkeypatch):
+    yield (made := make(small, monkeypatch))
+    for request in [*made._prefilling, *made._running]:
+        request.session.close()
+    assert small.num_free_slots == 4
+
+
+def make(engine, monkeypatch, queue_size=3):
+    """A scheduler that turn() drives; calls: what each step was given, [(session, tokens), ...], sessions by number."""
+    made = Scheduler(engine, queue_size, CHUNK, lambda: None)
+    made.calls, seen = [], {}
+
+    def step(work, samplers):
+        made.calls.append([(seen.setdefault(session, len(seen)), len(tokens)) for session, tokens in work])
+        return type(engine).step(engine, work, samplers)
+    monkeypatch.setattr(engine, "step", step)
+    return made
+
+
+def request(prompt, max_new_tokens, **fields):
+    return Request(fields.pop("id", prompt[:3]), prompt=list(prompt), max_new_tokens=max_new_tokens, **fields)
+
+
+def turn(scheduler, count=1):
+    for _ in range(count):
+        scheduler._turn()
+
+
+def finish(scheduler, *requests):
+    for _ in range(2000):
+        if all(request.finish for request in requests):
+            return
+        scheduler._turn()
+    raise AssertionError("no end")
+
+
+def alone(engine, request):
+    with engine.session() as session:
+        return list(session.generate(request.prompt, request.max_new_tokens, **request.sampler._asdict()))
+
+
+def test_the_same_tokens_alone_and_in_company(small, scheduler):
+    generator = np.random.default_rng(0)
+    requests = []
+    for index in range(24):
+        prompt = generator.integers(0, 256, int(generator.integers(1, 300))).tolist()
+        sampler = Sampler(1.0, 40, 0.9, index) if index % 2 else Sampler()
+        requests.append(request(prompt, int(generator.integers(1, 60)), id=index, sampler=sampler))
+    expected = [alone(small, request) for request in requests]
+    waiting = requests[::-1]
+    while not all(request.finish for request in requests):
+        while waiting and scheduler.num_unfinished < 7:
+            scheduler.submit(waiting.pop())
+        turn(scheduler)
+    assert [request.tokens for request in requests] == expected
+    assert [request.finish for request in requests] == ["length"] * 24
+    assert max(map(len, scheduler.calls)) == 4
+
+
+def test_requests_join_and_leave_between_steps(scheduler):
+    first, second = request(b"abc", 8), request(b"defg", 3)
+    scheduler.submit(first)
+    turn(scheduler, 3)
+    assert scheduler.calls == [[(0, 3)], [(0, 1)], [(0, 1)]]  # its prompt, then a token each turn
+    scheduler.submit(second)
+    turn(scheduler, 3)
+    assert scheduler.calls[3:] == [[(0, 1)], [(1, 4)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]]
+    assert second.finish == "length" and len(second.tokens) == 3
+    turn(scheduler)
+    assert scheduler.calls[7:] == [[(0, 1)]] and len(first.tokens) == 7
+    finish(scheduler, first)
+    assert scheduler.steps == {"decode": 7, "prefill": 2}
+
+
+def test_a_long_prompt_in_chunks_between_the_steps_of_others(scheduler):
+    running, long = request(b"abc", 20), request(bytes(100), 2)
+    scheduler.submit(running)
+    turn(scheduler, 2)
+    del scheduler.calls[:]
+    scheduler.submit(long)
+    turn(scheduler, 5)
+    assert scheduler.calls == [[(0, 1)], [(1, 32)], [(0, 1)], [(1, 32)], [(0, 1)], [(1, 32)], [(0, 1)], [(1, 4)],
+                               [(0, 1), (1, 1)]]
+    finish(scheduler, running, long)
+
+
+def test_prompts_one_after_another_and_short_ones_together(scheduler):
+    requests = [request(bytes([65 + index]) * length, 1) for index, length in enumerate((40, 10, 10, 10))]
+    for item in requests:
+        scheduler.submit(item)
+    turn(scheduler, 3)
+    # The first one's chunk fills a call; its rest leaves room for two; the last one comes after them.
+    assert scheduler.calls == [[(0, 32)], [(0, 8), (1, 10), (2, 10)], [(3, 10)]]
+    assert all(item.finish == "length" for item in requests)
+
+
+def test_first_come_first_served(scheduler):
+    requests = [request(bytes([65 + index]) * 3, 5 + index % 2) for index in range(7)]
+    for item in requests:
+        scheduler.submit(item)
+    finish(scheduler, *requests)
+    begun = [item.times[0] for item in requests]
+    assert begun == sorted(begun)
+
+
+def test_a_full_queue(scheduler):
+    requests = [request(bytes([65 + index]), 2, id=index) for index in range(7)]  # four slots, three that wait
+    for item in requests:
+        scheduler.submit(item)
+    with pytest.raises(Refused) as refused:
+        scheduler.submit(request(b"z", 1, id=9))
+    assert (str(refused.value), refused.value.code, refused.value.id) == (
+        "queue: 3 requests wait, expected fewer; send it again later, or raise --queue-size", "queue_full", 9)
+    turn(scheduler)
+    assert scheduler.num_waiting == 3 and scheduler.num_running == 4
+    turn(scheduler)
+    scheduler.submit(last := request(b"z", 1))
+    finish(scheduler, *requests, last)
+    assert scheduler.num_unfinished == scheduler.num_waiting == scheduler.num_running == 0
+
+
+@pytest.mark.parametrize("turns, tokens, prefilled", [(0, 0, 0), (3, 0, 64), (10, 6, 100)])
+def test_cancelled_while_waiting_prefilling_and_decoding(small, scheduler, turns, tokens, prefilled):
+    other, cancelled = request(b"abc", 30), request(bytes(100), 50)
+    expected = alone(small, other)
+    scheduler.submit(other)
+    scheduler.submit(cancelled)
+    turn(scheduler, turns)
+    scheduler.cancel(cancelled)
+    turn(scheduler)
+    assert (cancelled.finish, len(cancelled.tokens), cancelled.prefilled) == ("cancelled", tokens, prefilled)
+    assert small.num_free_slots == 3
+    finish(scheduler, other)
+    assert other.tokens == expected
+    scheduler.cancel(cancelled)  # too late: nothing happens
+    scheduler.cancel(other)
+    turn(scheduler)
+    assert (cancelled.finish, other.finish, scheduler.num_unfinished) == ("cancelled", "length", 0)
+
+
+def test_a_cancelled_one_gives_its_slot_to_the_next(small, scheduler):
+    requests = [request(bytes([65 + index]) * 3, 30) for index in range(6)]
+    for item in requests:
+        scheduler.submit(item)
+    turn(scheduler, 2)
+    scheduler.cancel(requests[4])  # waits
+    scheduler.cancel(requests[1])  # runs
+    turn(scheduler)
+    assert [bool(item.tokens) for item in requests] == [True, True, True, True, False, True]
+    assert scheduler.calls[-1] == [(4, 3)] and small.num_free_slots == 0
+    finish(scheduler, *requests)
+    assert requests[0].tokens == alone(small, requests[0])
+
+
+def test_deadlines(scheduler):
+    begun = time.monotonic()
+    requests = [request(bytes([65 + index]) * 3, 200) for index in range(4)]
+    waits = request(b"w", 5, deadline=begun + 0.02, arrived=begun)
+    for item in (*requests, waits):
+        scheduler.submit(item)
+    turn(scheduler, 3)
+    assert waits.finish is None
+    time.sleep(0.03)
+    turn(scheduler)
+    assert (waits.finish, waits.error.code, waits.error.id) == ("error", "deadline", b"w")
+    assert str(waits.error).startswith("deadline_ms: passed after ")
+    assert str(waits.error).endswith(" ms while waiting, expected time for a first token; allow more, or send it when fewer "
+                                     "requests run")
+    for item in requests:
+        scheduler.cancel(item)
+    turn(scheduler)
+    late = request(b"abc", 500, deadline=time.monotonic() + 0.01)
+    scheduler.submit(late)
+    finish(scheduler, late)
+    assert late.finish == "deadline" and 1 <= len(late.tokens) < 500 and late.error is None
+    assert late.times[-1] < late.deadline + 0.05
+
+
+def test_a_deadline_within_prefill(scheduler):
+    slow = request(bytes(500), 5, deadline=time.monotonic() + 0.05)
+    scheduler.submit(slow)
+    turn(scheduler)
+    time.sleep(0.06)
+    turn(scheduler)
+    assert slow.error.code == "deadline" and " ms while prefilling, expected" in str(slow.error)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_before_it_runs(scheduler):
+    scheduler._token_seconds = 0.001
+    hopeless = request(bytes(100), 5, deadline=time.monotonic() + 0.09)
+    scheduler.submit(hopeless)
+    turn(scheduler)
+    assert scheduler.calls == [] and hopeless.error.code == "deadline"
+    assert str(hopeless.error) in [f"deadline_ms: {left} ms left, expected at least 100 for a first token; allow more"
+                                   for left in (88, 89, 90)]
+
+
+def test_an_end_token_stops(small, scheduler, monkeypatch):
+    item = request(b"It was the custom of ", 30)
+    expected = alone(small, item)
+    monkeypatch.setattr(small.checkpoint, "eos", (expected[7],))
+    count = expected.index(expected[7])
+    scheduler.submit(item)
+    finish(scheduler, item)
+    assert (item.finish, item.tokens) == ("stop", expected[:count])
+
+
+def test_news_come_once_a_turn(small):
+    told = []
+    scheduler = Scheduler(small, 3, CHUNK, lambda: told.append(1))
+    streams, quiet = request(b"abc", 3, stream=True), request(b"def", 3)
+    for item in (streams, quiet):
+        scheduler.submit(item)
+    turn(scheduler, 2)
+    assert told == [1]  # the second turn's are fetched with the first one's
+    assert scheduler.take() == [streams] and len(streams.tokens) == 2
+    turn(scheduler)
+    assert told == [1, 1] and scheduler.take() == [streams, quiet] and scheduler.take() == []
+
+
+def test_one_request_that_spoils_a_step(tmp_path, monkeypatch):
+    """A token whose embedding is NaN: the request that has it fails, the others of its step do not notice."""
+    model = write_model(tmp_path / "model.bin")
+    with Engine(model, backend="host", num_slots=4) as engine:
+        items = [request(bytes(prompt), 6, id=index) for index, prompt in enumerate(([1, 2], [3, 7], [4, 5], [6]))]
+        expected = [alone(engine, item) for item in items]
+        start = engine.checkpoint.tensors["embed"].ctypes.data - engine.checkpoint.data.ctypes.data
+    with open(model, "r+b") as file:
+        data = np.fromfile(model, np.float16, 64 * 256, offset=start).reshape(-1, 64, 64)  # panels of 64 tokens
+        data[0, :, 7] = np.nan
+        file.seek(start)
+        file.write(data.tobytes())
+    assert not any(7 in tokens for index, tokens in enumerate(expected) if index != 1)
+    with Engine(model, backend="host", num_slots=4) as engine:
+        scheduler = make(engine, monkeypatch)
+        for item in items:
+            scheduler.submit(item)
+        finish(scheduler, *items)
+        assert [item.tokens for item in items] == [expected[0], [], expected[2], expected[3]]
+        assert items[1].error.code == "internal" and "layers.0.router: logits of token" in str(items[1].error)
+        assert engine.num_free_slots == 4
+
+
+def test_no_memory_for_a_step(small, scheduler, monkeypatch):
+    def step(work, samplers):
+        raise MemoryError
+    monkeypatch.setattr(small, "step", step)
+    scheduler.submit(item := request(b"abc", 3))
+    turn(scheduler)
+    assert str(item.error) == ("memory: not enough for a step, expected more; lower --batch-size, or raise the service's "
+                               "limit")
+
+
+def test_a_device_that_is_lost(small, monkeypatch):
+    """As colibri.device says it: every request hears why, and the thread ends."""
+    scheduler = Scheduler(small, 3, CHUNK, lambda: None)
+
+    def lost(*_):
+        raise ColibriError("GPU: step 2: CUDA_ERROR_ILLEGAL_ADDRESS, expected CUDA_SUCCESS")
+    items = [request(bytes([65 + index]), 400) for index in range(6)]
+    for item in items[:5]:
+        scheduler.submit(item)
+    turn(scheduler, 2)
+    scheduler.submit(items[5])
+    monkeypatch.setattr(small, "step", lost)
+    monkeypatch.setattr(small.memory, "sync", lost)
+    scheduler.start()
+    scheduler._thread.join(10)
+    assert not scheduler.is_alive and scheduler.failure == "GPU: step 2: CUDA_ERROR_ILLEGAL_ADDRESS, expected CUDA_SUCCESS"
+    assert {(item.finish, str(item.error), item.error.code) for item in items} == {
+        ("error", scheduler.failure, "internal")}
+    assert scheduler.num_unfinished == 0
+
+
+def test_an_idle_scheduler_takes_no_time(small):
+    scheduler = Scheduler(small, 3, CHUNK, lambda: None)
+    scheduler.start()
+    time.sleep(0.1)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    time.sleep(0.5)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert scheduler.stop(10)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.05
+
+
+def test_on_its_own_thread(small):
+    scheduler = Scheduler(small, 10, CHUNK, lambda: None)
+    scheduler.start()
+    items = [request(bytes([65 + index]) * 50, 30) for index in range(8)]
+    for item in items:
+        scheduler.submit(item)
+    end = time.monotonic() + 20
+    while not all(item.finish for item in items) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert scheduler.stop(10)
+    assert [item.tokens for item in items] == [alone(small, item) for item in items]
+    assert items[0].figures()["prompt_tokens"] == 50 and items[0].deadline == math.inf
+
+
+def stack_request(checkpoint, x, folder, name="x"):
+    np.save(folder / f"{name}.npy", x)
+    return Request(name, rows=Rows(str(folder / f"{name}.npy"), str(folder / f"{name}-y.npy"), checkpoint))
+
+
+def test_hidden_states_of_a_stack(tmp_path, monkeypatch):
+    with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host", num_slots=2) as engine:
+        scheduler = Scheduler(engine, 3, CHUNK, lambda: None)
+        generator = np.random.default_rng(0)
+        inputs = [generator.standard_normal((rows, 64)).astype(dtype)
+                  for rows, dtype in ((1300, np.float32), (3, np.float16), (513, np.float32))]
+        items = [stack_request(engine.checkpoint, x, tmp_path, str(index)) for index, x in enumerate(inputs)]
+        spoiled = inputs[0].copy()
+        spoiled[700, 3] = np.nan
+        items.append(stack_request(engine.checkpoint, spoiled, tmp_path, "nan"))
+        for item in items:
+            scheduler.submit(item)
+        finish(scheduler, *items)
+        for item, x in zip(items, inputs):
+            assert item.finish == "stop"
+            np.testing.assert_array_equal(np.load(item.rows.output), engine.stack(x))
+        assert str(items[3].error) == (f"{tmp_path}/nan.npy: row 700 holds NaN or inf, expected finite numbers; look at "
+                                       "what made it")
+        cut = stack_request(engine.checkpoint, inputs[0], tmp_path, "cut")
+        scheduler.submit(cut)
+        turn(scheduler)
+        with open(tmp_path / "cut.npy", "r+b") as file:
+            file.truncate(128 + 600 * 256)
+        finish(scheduler, cut)
+        assert str(cut.error) == (f"{tmp_path}/cut.npy: ends within row 600, expected 1300 rows; it was cut off while it "
+                                  "was read")
+        assert sorted(path.name for path in tmp_path.glob("*-y.npy*")) == ["0-y.npy", "1-y.npy", "2-y.npy"]
