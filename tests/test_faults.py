@@ -1,13 +1,27 @@
 """What fails around a run, and how it ends then: memory, devices, weights, clocks, disks, and clients of every kind."""
 
+import concurrent.futures
+import contextlib
+import os
+import re
 import resource
+import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, program
+from service import Client, Service
+from synthetic import write_model
 from test_device import Driver, Status, memory_of, use  # noqa: F401
 
+from colibri import build
+from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
 
@@ -70,3 +84,205 @@ def test_a_device_that_has_no_memory_left(use):  # noqa: F811
     assert str(error.value) == ("GPU: cuMemAlloc=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; see python -m colibri.run "
                                 "--doctor")
     assert memory._device_blocks == []
+
+
+REQUEST = {"prompt": "It was the custom of ", "max_new_tokens": 40}
+
+
+@pytest.fixture
+def model(moe_32, engine, tmp_path):
+    """A copy of its own."""
+    return shutil.copy(moe_32, tmp_path / "model.bin")
+
+
+@pytest.fixture(scope="module")
+def expected(engine):
+    with engine.session() as session:
+        return bytes(session.generate(REQUEST["prompt"].encode(), REQUEST["max_new_tokens"])).decode()
+
+
+def good(service, expected):
+    """That the service answers as ever."""
+    with service.client() as client:
+        assert client.ask(**REQUEST)["text"] == expected
+
+
+def drained(client):
+    """What a client still receives before its connection is closed."""
+    lines = []
+    with contextlib.suppress(ConnectionResetError):
+        while line := client.file.readline():
+            lines.append(line)
+    return lines
+
+
+def test_killed_in_the_middle_and_started_again(model, tmp_path, expected):
+    """Clients get a closed connection; the path, and the port, serve again at once."""
+    for place in (f"unix:{tmp_path / 'socket'}", "127.0.0.1:0"):
+        with Service(model, tmp_path, "--serve", place, "--http", ":0") as service:
+            place = service.places[0]
+            address = place.removeprefix("unix:") if place.startswith("unix:") else ("127.0.0.1", int(place.split(":")[1]))
+            clients = [Client(address) for _ in range(3)]
+            for client in clients:
+                client.send({"id": 1, "prompt": "a", "max_new_tokens": 500, "stream": True})
+                assert "token" in client.receive()
+            service.process.kill()
+            assert service.process.wait() == -9
+            for client in clients:
+                assert not any(b"finish_reason" in line or b'"error"' in line for line in drained(client))
+        with Service(model, tmp_path, "--serve", place, "--http", ":0") as again:
+            assert again.places[0] == place
+            with Client(address) as client:
+                assert client.ask(**REQUEST)["text"] == expected
+            assert again.stop() == 0
+        for client in clients:
+            client.close()
+
+
+def test_a_model_that_is_cut_off_while_it_serves(model, tmp_path):
+    size = os.path.getsize(model)
+    with Service(model, tmp_path) as service, service.client() as client:
+        client.send({"id": 1, "prompt": "a", "max_new_tokens": 500, "stream": True})
+        assert "token" in client.receive()
+        os.truncate(model, 8192)
+        assert not any(b"finish_reason" in line for line in drained(client))
+        assert service.process.wait(10) == 2
+        assert service.log.partition("\n")[2] == (
+            f"{model}: a part of it can no longer be read, expected its {size} bytes to stay while it is in use; it was cut "
+            "off, or its disk fails: write a new file beside it and rename that over it\n")
+
+
+def test_a_model_that_is_replaced_while_it_serves(model, tmp_path, expected):
+    """What runs goes on with the old file; the next start takes the new one."""
+    with Service(model, tmp_path) as service:
+        (tmp_path / "new.bin").write_bytes(b"COLI")
+        os.replace(tmp_path / "new.bin", model)
+        good(service, expected)
+        assert service.stop() == 0
+    run = program("colibri.run", "--model", model, "--serve", ":0")
+    assert run.returncode == 2 and run.stderr.decode() == (
+        f"{model}: size=4, expected at least 512 bytes; the file is cut off, convert again\n")
+
+
+def test_a_log_on_a_full_disk(model, tmp_path, expected):
+    """Requests are answered, and the lines that are lost are counted."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "colibri.run", "--model", model, "--serve", f"127.0.0.1:{port}", "--http",
+               f"127.0.0.1:{port + 1}"]
+    with open("/dev/full", "w") as full, subprocess.Popen(command, cwd=ROOT, stderr=full) as process:
+        try:
+            client = wait_for(lambda: Client(("127.0.0.1", port)))
+            for _ in range(3):
+                assert client.ask(**REQUEST)["text"] == expected
+            with urllib.request.urlopen(f"http://127.0.0.1:{port + 1}/metrics") as response:
+                assert "\ncolibri_log_lines_lost_total 4\n" in response.read().decode()
+            client.close()
+            process.terminate()
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+def wait_for(attempt, seconds=10):
+    """What attempt() gives when it raises OSError no more."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return attempt()
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def test_ten_thousand_connections_of_garbage(model, tmp_path, expected):
+    generator = np.random.default_rng()
+    with Service(model, tmp_path) as service:
+        good(service, expected)
+        before = resident(service)
+
+        def connect(data):
+            try:
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.settimeout(30)
+                    client.connect(str(service.path))
+                    client.sendall(data)
+                    if data[0] < 64 and data.strip():  # blank lines have no answer
+                        client.recv(100)
+            except (ConnectionError, BlockingIOError):
+                pass
+        garbage = [generator.integers(0, 256, size).astype(np.uint8).tobytes() + b"\n"
+                   for size in generator.integers(1, 300, 10_000)]
+        with concurrent.futures.ThreadPoolExecutor(50) as pool:
+            list(pool.map(connect, garbage))
+        service.wait_for("connections", 1)  # the question itself
+        assert service.metric("connections_total") > 10_000
+        good(service, expected)
+        assert resident(service) < before + 20
+        assert service.stop() == 0
+
+
+def resident(service, field="VmRSS"):
+    """MiB"""
+    return int(re.search(rf"{field}:\s*(\d+)", Path(f"/proc/{service.process.pid}/status").read_text())[1]) / 1024
+
+
+def test_a_line_of_a_hundred_megabytes(model, tmp_path, expected):
+    """It is one error, and takes no memory; what follows it is answered."""
+    with Service(model, tmp_path) as service, service.client() as client:
+        good(service, expected)
+        before = resident(service, "VmHWM")
+        piece = b"a" * (1 << 20)
+        for _ in range(100):
+            client.send(piece)
+        client.send(b"\n")
+        assert client.receive() == {"id": None, "error": {"code": "too_long", "message": (
+            "line: more than 65536 bytes, expected fewer; no prompt that fits the context is as long")}}
+        assert client.ask(**REQUEST)["text"] == expected
+        assert resident(service, "VmHWM") < before + 10
+
+
+def test_a_clock_that_jumps(model, tmp_path, expected):
+    """Deadlines and latencies do not look at it."""
+    script = ("import itertools, sys, time\nreal, jumps = time.time, itertools.cycle((0, 1e8, -1e8))\n"
+              "time.time = lambda: real() + next(jumps)\nfrom colibri import run\nsys.exit(run.command())")
+    command = [sys.executable, "-c", script, "--model", str(model), "--serve", f"unix:{tmp_path / 'socket'}", "--http", ":0"]
+    with Service(model, tmp_path, command=command) as service, service.client() as client:
+        for _ in range(5):
+            answer = client.ask(**REQUEST, deadline_ms=20_000)
+            assert answer["text"] == expected and 0 < answer["ttft_ms"] < 20_000 and 0 < answer["itl_p99_ms"] < 20_000
+        answer = client.ask(prompt="x", max_new_tokens=500, deadline_ms=20)
+        assert answer.get("finish_reason") == "deadline" or answer["error"]["code"] == "deadline"
+        assert service.stop() == 0
+
+
+def test_a_memory_limit_while_serving(model, tmp_path, expected):
+    """No more memory, not even for the stack of a thread: requests are answered, or fail with a line each."""
+    with Service(model, tmp_path, "--batch-size", 4) as service, service.client() as client:
+        limit = int(resident(service, "VmRSS") * (1 << 20))
+        resource.prlimit(service.process.pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        client.send(*[{"id": number, "prompt": "a" * 400, "max_new_tokens": 50} for number in range(20)])
+        answers = [client.receive() for _ in range(20)]
+        assert sorted(answer["id"] for answer in answers) == list(range(20))
+        assert {answer["error"]["code"] for answer in answers if "error" in answer} <= {"internal"}
+        resource.prlimit(service.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        good(service, expected)
+        assert service.metric("kv_slots_free") == 4 and service.stop() == 0
+
+
+def test_weights_that_hold_nan(tmp_path):
+    """Every request fails with its line, and the service stays."""
+    model = write_model(tmp_path / "model.bin")
+    checkpoint = Checkpoint(model)
+    start = checkpoint.tensors["layers.1.router"].ctypes.data - checkpoint.data.ctypes.data
+    build.library_path(checkpoint)
+    with open(model, "r+b") as file:
+        file.seek(start)
+        file.write(np.float32(np.nan).tobytes())
+    with Service(model, tmp_path) as service, service.client() as client:
+        for _ in range(3):
+            answer = client.ask(prompt="abc", max_new_tokens=3)
+            assert answer == {"id": 0, "error": {"code": "internal", "message": (
+                "layers.1.router: logits of token 0 are NaN, +inf or fewer than k=2 finite, expected finite; the weights or "
+                "the input hold NaN or inf")}}
+        assert service.metric("kv_slots_free") == service.metric("kv_slots") and service.stop() == 0

@@ -48,7 +48,7 @@ extern const Kernels avx2_kernels;
 /* The kernels for this machine, or those that COLIBRI_ISA names; NULL with an error if it names none. */
 const Kernels *host_kernels(void);
 
-/* That the process may have so many threads, each with its stack; parallel_for would end it otherwise. */
+/* That the process may have so many threads, each with its stack. */
 int check_threads(int num_threads);
 
 /* Calls run(job, item) for each item, on up to num_threads threads. `cost` is the whole job's in multiply-adds:
