@@ -1,6 +1,7 @@
 """Engine: a loaded model. Session: one KV-cache timeline in it, with prefill, decode and generate."""
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ DISPATCH = ("device", "combo", "dynamic")  # colibri.device knows what they are
 MAX_THREADS = 256
 THREADS_PER_PROCESSOR = 4  # at most; more only take memory, until there is none for another's stack
 MAX_SLOTS = 1 << 16
+DRAWS = 64  # of a seed that are made at a time
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # without one of them, not even asking the driver can succeed
 
 Sampler = namedtuple("Sampler", "temperature top_k top_p seed", defaults=(0.0, 0, 1.0, 0))
@@ -119,34 +121,40 @@ class Engine:
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         """
         with self._open():
-            pending = self._check_work(work)
-            wanted = _check_samplers(samplers, len(pending))
-            before = [(session, session.length) for session, _ in pending]
-            try:
-                results = self._step([(*item, sampler) for item, sampler in zip(pending, wanted)], samplers is not None, every)
-                if samplers is None:
-                    return np.concatenate(results)
-            except BaseException:  # a session that a step failed for is as it was
-                for session, length in before:
-                    session.length = length
-                raise
-        tokens = iter(results)
-        return [next(tokens) if sampler else None for sampler in wanted]
+            work = self._check_work(work)
+            return self._step(work, _check_samplers(samplers, len(work)), every)
 
-    def _step(self, pending, is_sampled, every):
-        """Runs [(session, tokens, sampler)]. Returns the sampled tokens, or arrays of logits."""
+    def advance(self, work, samplers):
+        """step() for a caller whose sessions, tokens and samplers are checked already: what no step() has to find out."""
+        with self._open():
+            return self._step(work, samplers, False)
+
+    def _step(self, work, samplers, every):
+        before = [(session, session.length) for session, _ in work]
+        try:
+            return self._run_all(work, samplers, every)
+        except BaseException:  # a session that a step failed for is as it was
+            for session, length in before:
+                session.length = length
+            raise
+
+    def _run_all(self, work, samplers, every):
         results = []
+        pending = [(*item, sampler) for item, sampler in zip(work, samplers or [None] * len(work))]
         while pending:
-            pending, num_tokens, num_logits, taken = self._fill(pending, is_sampled, every)
+            pending, num_tokens, num_logits, taken = self._fill(pending, samplers is not None, every)
             self._run(self.library.forward, num_tokens, num_logits)
-            if is_sampled:
+            if samplers is not None:
                 results += self._fields["sampled"][:num_logits].tolist()
             elif num_logits:
                 results.append(self.state("logits", num_logits).copy())
                 _check_finite("step: the logits", results[-1], sum(map(len, results[:-1])))
             for session, count in taken:
                 session.length += count
-        return results
+        if samplers is None:
+            return np.concatenate(results)
+        tokens = iter(results)
+        return [next(tokens) if sampler else None for sampler in samplers]
 
     def stack(self, x):
         """Runs states x (num_tokens, hidden) through a bare stack of MoE layers; returns float32 of its shape."""
@@ -164,7 +172,7 @@ class Engine:
         with self._open(), np.errstate(over="ignore"):  # what float32 cannot hold shows in the result
             for start in range(0, len(x), self.max_tokens):
                 rows = np.ascontiguousarray(x[start:start + self.max_tokens], np.float32)
-                self._fields["input"][0] = self.memory.visible(rows)
+                self.write("x", rows)
                 self._fields["num_tokens"][0] = len(rows)
                 self._fields["num_logits"][0] = 0
                 self._run(self.library.forward_stack, len(rows))
@@ -211,7 +219,7 @@ class Engine:
             self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
     def pin(self, array):
-        """Page-locks a C-contiguous array, until close(): a GPU's steps then read a float32 input where it lies.
+        """Page-locks a C-contiguous array that steps read from, until close(): a GPU then copies it without staging.
 
         The caller keeps the array until then. Returns it.
         """
@@ -293,13 +301,12 @@ class Engine:
 
     def _fill(self, pending, is_sampled, every):
         """Fills the batch with as many tokens as fit. Returns what is left, the batch's two sizes, and what it took."""
-        taken, tokens, positions, rows, drawn = [], [], [], [], []
+        taken, tokens, rows, drawn = [], [], [], []
         num_tokens, pending = 0, pending[::-1]
         while pending and num_tokens < self.max_tokens:
             session, rest, sampler = pending.pop()
             count = min(len(rest), self.max_tokens - num_tokens)
             tokens.append(rest[:count])
-            positions.append(self._positions[session.length:session.length + count])
             num_tokens += count
             taken.append((session, count))
             if every:
@@ -309,15 +316,25 @@ class Engine:
                 drawn.append((sampler, session.length + count))
             if count < len(rest):
                 pending.append((session, rest[count:], sampler))
+        self._set_tokens(taken, tokens, num_tokens)
         fields = self._fields
-        fields["tokens"][:num_tokens] = np.concatenate(tokens)
-        fields["positions"][:num_tokens] = np.concatenate(positions)
-        fields["slots"][:num_tokens] = np.repeat([session.slot for session, _ in taken], [count for _, count in taken])
         fields["logit_rows"][:len(rows)] = rows
         fields["num_tokens"][0], fields["num_logits"][0], fields["sample"][0] = num_tokens, len(rows), is_sampled
         if is_sampled:
             self._set_samplers(drawn)
         return pending[::-1], num_tokens, len(rows), taken
+
+    def _set_tokens(self, taken, tokens, num_tokens):
+        """taken: [(session, how many tokens)], tokens: [those]"""
+        slots, lengths = [session.slot for session, _ in taken], [session.length for session, _ in taken]
+        if num_tokens > len(taken):  # else it is decoding, for which lists are faster
+            counts = [count for _, count in taken]
+            tokens, slots = np.concatenate(tokens), np.repeat(slots, counts)
+            lengths = np.concatenate([self._positions[start:start + count] for start, count in zip(lengths, counts)])
+        else:
+            tokens = [token for token, in tokens]
+        for name, values in (("tokens", tokens), ("positions", lengths), ("slots", slots)):
+            self._fields[name][:num_tokens] = values
 
     def _set_samplers(self, drawn):
         """drawn: [(sampler, the position that its token will have)]"""
@@ -455,7 +472,7 @@ def check_threads(threads):
 def _check_samplers(samplers, count):
     """The samplers as a list, with None for None."""
     if samplers is None:
-        return [None] * count
+        return None
     samplers = [sampler and check_sampler(sampler) for sampler in samplers]
     if len(samplers) != count:
         raise ColibriError(f"samplers: {len(samplers)}, expected one for each of {count} sessions")
@@ -476,7 +493,14 @@ def draw(seed, position):
 
     24 random bits, so that the float32 that C reads is exact and below 1.
     """
-    return (int(np.random.Philox(key=seed, counter=position).random_raw()) >> 40) / (1 << 24)
+    return _draws(seed, position // DRAWS)[position % DRAWS]
+
+
+@functools.lru_cache(1024)
+def _draws(seed, block):
+    """Those of DRAWS positions: the first of the four words that the generator gives for each counter."""
+    words = np.random.Philox(key=seed, counter=block * DRAWS).random_raw(4 * DRAWS)[::4]
+    return ((words >> np.uint64(40)) / (1 << 24)).tolist()
 
 
 def usable_processors():

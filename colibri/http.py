@@ -188,7 +188,8 @@ class _Answer:
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{_Answer.number}"
         self._path, self._server, self._with_usage, self.has_begun = path, server, False, False
         self._created = int(time.time())
-        self.request = server.reader.request(self._values(body), {new: old for old, new in RENAMED[path].items()})
+        labels = {new: old for old, new in RENAMED[path].items()} | dict.fromkeys(("prompt", "prompt_ids"), INPUT[path])
+        self.request = server.reader.request(self._values(body), labels)
         self._fields = {"id": self.id, "object": "text_completion", "created": self._created, "model": server.name}
         if self._is_chat:
             self._fields["object"] = "chat.completion.chunk" if self.request.stream else "chat.completion"

@@ -76,7 +76,7 @@ class Metrics:
         add("running_requests", "gauge", "Requests that have a slot.", scheduler.num_running)
         add("kv_slots", "gauge", "Slots of the KV cache, in all.", engine.num_slots)
         add("kv_slots_free", "gauge", "Slots of the KV cache that nobody has.", engine.num_free_slots)
-        add("connections", "gauge", "Connections that are open.", open_connections)
+        add("open_connections", "gauge", "Connections that are open.", open_connections)
         add("connections_total", "counter", "Connections accepted.", self.connections)
         add("connections_dropped_total", "counter", "Connections ended because their client did not read, or too many "
             "were open.", self.dropped_connections)

@@ -249,7 +249,7 @@ class Scheduler:
         self.steps[kind] += 1
         self.step_began = time.monotonic()
         try:
-            return self.engine.step(work, samplers)
+            return self.engine.advance(work, samplers)
         except (ColibriError, MemoryError) as error:
             self.engine.memory.sync()  # fails where a device is lost: then nothing can go on
             if len(work) == 1:

@@ -45,6 +45,7 @@ def serve(engine, options):
     import asyncio
     import signal
 
+    from colibri.engine import draw
     from colibri.scheduler import PREFILL_CHUNK
     from colibri.server import Server
     if options.prefill_chunk is None:
@@ -52,5 +53,6 @@ def serve(engine, options):
     if options.prefill_chunk > engine.max_tokens:
         raise ColibriError(f"--prefill-chunk: {options.prefill_chunk}, expected at most {engine.max_tokens}, "
                            f"{build.raise_limit('MAX_SEQ_LEN', options.prefill_chunk)}")
+    draw(0, 0)  # imports numpy.random, which would hold up the first step that samples
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that leaves is an error of its connection alone
     asyncio.run(Server(engine, options).main())

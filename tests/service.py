@@ -18,18 +18,20 @@ TIMEOUT = 30
 class Service:
     """python -m colibri.run with --serve unix:PATH --http :0, or what else the options say; use it with `with`."""
 
-    def __init__(self, model, folder, *options, command=None, environment=()):
+    def __init__(self, model, folder, *options, command=None, environment=(), pass_fds=()):
         self.path, self.log_path = folder / "socket", folder / "log"
         if not any(str(option) in ("--serve", "--http") for option in options):
             options = ("--serve", f"unix:{self.path}", "--http", ":0", *options)
         self.command = command or [sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(model),
                                    *map(str, options)]
+        self.pass_fds = pass_fds
         self.environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict(environment)}
 
     def __enter__(self):
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(self.command, cwd=ROOT, env=self.environment, stderr=log,
-                                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+                                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                            pass_fds=self.pass_fds)
         end = time.monotonic() + START_SECONDS
         while not (found := re.search(r"^serving \S+ on (.*)\n", self.log, re.MULTILINE)):
             assert self.process.poll() is None and time.monotonic() < end, self.log

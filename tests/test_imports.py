@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "scheduler": ("engine", "requests", "errors"), "connection": ("requests",),
     "http": ("connection", "metrics", "requests", "errors"),
     "server": ("connection", "http", "listen", "log", "metrics", "requests", "scheduler", "stdio", "errors"),
-    "serve": ("build", "listen", "scheduler", "http", "server", "errors"),
+    "serve": ("build", "engine", "listen", "scheduler", "http", "server", "errors"),
     "doctor": ("build", "checkpoint", "device", "engine", "errors", "native"),
     "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "arrays", "serve", "errors"),
 }

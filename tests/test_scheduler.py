@@ -39,8 +39,8 @@ def make(engine, monkeypatch, queue_size=3):
 
     def step(work, samplers):
         made.calls.append([(seen.setdefault(session, len(seen)), len(tokens)) for session, tokens in work])
-        return type(engine).step(engine, work, samplers)
-    monkeypatch.setattr(engine, "step", step)
+        return type(engine).advance(engine, work, samplers)
+    monkeypatch.setattr(engine, "advance", step)
     return made
 
 
@@ -271,7 +271,7 @@ def test_one_request_that_spoils_a_step(tmp_path, monkeypatch):
 def test_no_memory_for_a_step(small, scheduler, monkeypatch):
     def step(work, samplers):
         raise MemoryError
-    monkeypatch.setattr(small, "step", step)
+    monkeypatch.setattr(small, "advance", step)
     scheduler.submit(item := request(b"abc", 3))
     turn(scheduler)
     assert str(item.error) == ("memory: not enough for a step, expected more; lower --batch-size, or raise the service's "
@@ -289,7 +289,7 @@ def test_a_device_that_is_lost(small, monkeypatch):
         scheduler.submit(item)
     turn(scheduler, 2)
     scheduler.submit(items[5])
-    monkeypatch.setattr(small, "step", lost)
+    monkeypatch.setattr(small, "advance", lost)
     monkeypatch.setattr(small.memory, "sync", lost)
     scheduler.start()
     scheduler._thread.join(10)

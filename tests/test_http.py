@@ -1,0 +1,374 @@
+"""HTTP: OpenAI's own client, a Prometheus parser, and requests by hand with their exact answers."""
+
+import asyncio
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT
+from service import TIMEOUT, Service
+from synthetic import STACK, write_model
+from test_serve import LONG, greedy, slow_service
+
+from colibri.http import NEUTRAL, RENAMED, transcript
+from colibri.requests import Refused
+
+openai = pytest.importorskip("openai")
+MODEL = "moe-32.bin"
+PROMPT = "It was the custom of "
+
+
+@pytest.fixture(scope="module")
+def service(moe_32, tmp_path_factory):
+    with Service(moe_32, tmp_path_factory.mktemp("http"), "--batch-size", 4, "--queue-size", 2) as service:
+        yield service
+        assert service.metric("kv_slots_free") == 4 and service.stop() == 0
+        assert "fault" not in service.log
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
+
+
+def ask(service, method, path, body=None, headers=()):
+    """(status, headers, body) of a request; a body that is no bytes is sent as JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=TIMEOUT)
+    data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+    connection.request(method, path, data, dict(headers))
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, dict(response.getheaders()), text
+
+
+def complete(service, **fields):
+    status, _, text = ask(service, "POST", "/v1/completions", {"model": MODEL, **fields})
+    return status, json.loads(text)
+
+
+# OpenAI's client
+
+def test_completes(client, engine):
+    got = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=40)
+    assert (got.choices[0].text, got.choices[0].finish_reason) == (greedy(engine, PROMPT, 40), "length")
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (21, 40, 61)
+    assert (got.object, got.model, got.choices[0].index) == ("text_completion", MODEL, 0) and got.id.startswith("cmpl-")
+    assert abs(got.created - time.time()) < 60
+
+
+def test_samples_as_asked(client, engine):
+    got = client.completions.create(model=MODEL, prompt=[PROMPT], max_tokens=30, temperature=0.8, top_p=0.9, seed=5,
+                                    extra_body={"top_k": 20}, user="somebody", n=1, stop=None, presence_penalty=0.0)
+    assert got.choices[0].text == greedy(engine, PROMPT, 30, temperature=0.8, top_p=0.9, seed=5, top_k=20)
+
+
+def test_tokens_as_a_prompt(client, engine):
+    got = client.completions.create(model=MODEL, prompt=list(PROMPT.encode()), max_tokens=5)
+    assert got.choices[0].text == " ".join(str(byte) for byte in greedy(engine, PROMPT, 5).encode())
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_streams(client, engine, usage):
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    chunks = list(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=40, stream=True, **options))
+    if usage:
+        *chunks, last = chunks
+        assert last.choices == [] and last.usage.completion_tokens == 40
+    assert "".join(chunk.choices[0].text for chunk in chunks) == greedy(engine, PROMPT, 40)
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len(chunks) >= 2 and len({chunk.id for chunk in chunks}) == 1
+
+
+def test_streams_tokens(client, engine):
+    chunks = list(client.completions.create(model=MODEL, prompt=list(PROMPT.encode()), max_tokens=9, stream=True))
+    expected = " ".join(str(byte) for byte in greedy(engine, PROMPT, 9).encode())
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+
+
+def test_chats(client, engine):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    prompt = "system: Be brief.\nuser: Hello\nassistant:"
+    expected = greedy(engine, prompt, 20)
+    got = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=20)
+    message = got.choices[0].message
+    assert (message.role, message.content, got.usage.prompt_tokens) == ("assistant", expected, len(prompt))
+    chunks = list(client.chat.completions.create(model=MODEL, messages=messages, max_tokens=20, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].object == "chat.completion.chunk"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_cancels(service, client):
+    cancelled = service.metric('requests_total{finish="cancelled"}')
+    with client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=490, stream=True) as stream:
+        for _ in stream:
+            break
+    service.wait_for('requests_total{finish="cancelled"}', cancelled + 1)
+    service.wait_for("kv_slots_free", 4)
+
+
+def test_many_at_once(service, engine):
+    """An asynchronous client with retries: 429 makes it wait and try again."""
+    async def talk():
+        async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=20) as client:
+            return await asyncio.gather(*(client.completions.create(model=MODEL, prompt=f"{number}. ", max_tokens=9)
+                                          for number in range(12)))
+    got = asyncio.run(talk())
+    assert [answer.choices[0].text for answer in got] == [greedy(engine, f"{number}. ", 9) for number in range(12)]
+
+
+def test_lists_its_model(client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_errors_of_the_client(service, client):
+    with pytest.raises(openai.NotFoundError, match='model: "gpt-4", expected moe-32.bin'):
+        client.completions.create(model="gpt-4", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="x" * 600)
+    assert refused.value.code == "too_long" and refused.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="logprobs: 5, expected false; it is not supported, leave it out"):
+        client.completions.create(model=MODEL, prompt=PROMPT, logprobs=5)
+    blockers = [threading.Thread(target=complete, args=[service], kwargs={"prompt": PROMPT, "max_tokens": 490})
+                for _ in range(6)]
+    for thread in blockers:
+        thread.start()
+    service.wait_for("queue_depth", 2)
+    with pytest.raises(openai.RateLimitError) as refused:
+        client.completions.create(model=MODEL, prompt=PROMPT)
+    assert refused.value.response.headers["retry-after"] == "1" and refused.value.code == "queue_full"
+    for thread in blockers:
+        thread.join()
+
+
+# By hand
+
+def message(text):
+    return json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize("path, body, expected", [
+    ("completions", {"prompt": "x"}, "model: missing, expected moe-32.bin"),
+    ("completions", {"model": MODEL}, "prompt: missing, expected a string"),
+    ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 0}, "max_tokens: 0, expected an integer, 1 or more"),
+    ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 600},
+     "max_tokens: 600, expected at most 512 after a prompt of 1 tokens in a context of 512; lower it"),
+    ("completions", {"model": MODEL, "prompt": "x", "max_new_tokens": 5},
+     '"max_new_tokens": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, seed, '
+     "stream, deadline_ms, max_tokens"),
+    ("completions", {"model": MODEL, "prompt": ["a", "b"]}, "prompt: 2 prompts, expected one; send a request for each"),
+    ("completions", {"model": MODEL, "prompt": 5}, "prompt: 5, expected a string"),
+    ("completions", {"model": MODEL, "prompt": [300]}, "prompt: 300, expected 0 to 255"),
+    ("completions", {"model": MODEL, "prompt": "x", "n": 2}, "n: 2, expected 1; it is not supported, leave it out"),
+    ("completions", {"model": MODEL, "prompt": "x", "stop": ["\n"]},
+     'stop: ["\\n"], expected []; it is not supported, leave it out'),
+    ("completions", {"model": MODEL, "prompt": "x", "echo": 0}, "echo: 0, expected false; it is not supported, leave it out"),
+    ("completions", {"model": MODEL, "prompt": "x", "temperature": 3e38}, "temperature: 3e+38, expected 0 (greedy) to 1e30"),
+    ("completions", {"model": MODEL, "prompt": "x", "stream_options": {"include_usage": True}},
+     'stream_options: expected {"include_usage": true} and "stream": true'),
+    ("completions", {"model": MODEL, "prompt": "x", "messages": []},
+     '"messages": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, seed, stream, '
+     "deadline_ms, max_tokens"),
+    ("chat/completions", {"model": MODEL}, "messages: missing, expected a list of messages"),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\ud83d"}]},
+     "messages: half a surrogate pair, expected text; send whole characters"),
+    ("chat/completions", {"model": MODEL, "messages": []}, "messages: expected a list of at least one message"),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "tool", "content": "x"}]},
+     'messages[0].role: "tool", expected one of system, developer, user, assistant'),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     'messages[0].content: expected a string, or a list of {"type": "text", "text": ...}'),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x", "tool_calls": []}]},
+     "messages[0]: expected an object with role and content alone"),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
+                          "max_completion_tokens": 1},
+     "max_completion_tokens: given twice, expected max_tokens or max_completion_tokens; leave one out"),
+    ("completions", b"nonsense", "body: not JSON from character 0 on, expected one JSON object"),
+    ("completions", b"", "body: not JSON from character 0 on, expected one JSON object"),
+    ("completions", b"\xff", "body: byte 0xff at 0, expected UTF-8; encode it so"),
+    ("completions", b"[" * 10_000, "body: nested too deeply, expected a JSON object of plain fields")])
+def test_bad_bodies(service, path, body, expected):
+    status, _, text = ask(service, "POST", f"/v1/{path}", body)
+    assert message(text) == expected
+    assert status == (404 if "gpt" in expected else 400)
+
+
+def test_every_neutral_value_is_taken(service):
+    for name, values in NEUTRAL.items():
+        for value in (*values, None):
+            assert complete(service, prompt="x", max_tokens=1, **{name: value})[0] == 200, name
+    assert set(RENAMED["/v1/completions"].values()) | {"id", "prompt", "prompt_ids", "input", "output"} >= {
+        "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "deadline_ms"}
+
+
+def test_paths_and_methods(service):
+    assert [ask(service, "GET", path)[::2] for path in ("/health", "/ready?x=1")] == [
+        (200, '{"status": "ok"}\n'), (200, '{"status": "ready"}\n')]
+    status, _, text = ask(service, "GET", "/v2/x")
+    assert (status, message(text)) == (404, "path: /v2/x, expected one of /health, /ready, /metrics, /v1/models, "
+                                            "/v1/completions, /v1/chat/completions")
+    status, headers, text = ask(service, "GET", "/v1/completions")
+    assert (status, headers["allow"], message(text)) == (405, "POST", "method: GET, expected POST for /v1/completions")
+    assert ask(service, "HEAD", "/health")[::2] == (405, "")
+    assert ask(service, "DELETE", "/metrics")[0] == 405
+
+
+def test_a_deadline(service):
+    status, got = complete(service, prompt=PROMPT, max_tokens=490, deadline_ms=15)
+    assert status == 200 and got["choices"][0]["finish_reason"] == "deadline"
+    with service.client() as other:
+        other.send(*({"id": number, **LONG} for number in range(4)))
+        status, got = complete(service, prompt=PROMPT, deadline_ms=1)
+        assert status == 504 and got["error"]["code"] == "deadline"
+        for _ in range(4):
+            other.receive()
+
+
+def raw(service, *pieces, pause=0.0):
+    """What the server answers to bytes, until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", service.port), TIMEOUT) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(pause)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+        return received
+
+
+def test_two_requests_on_a_connection_that_stays(service):
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    got = raw(service, post + post + b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").decode()
+    assert got.count("HTTP/1.1 200") == 3 and got.count('"object": "text_completion"') == 2
+    assert got.endswith('{"status": "ready"}\n')
+
+
+def test_a_body_in_pieces_and_an_old_client(service):
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (body[:7], body[7:])]
+    assert b"HTTP/1.1 200" in raw(service, head, *chunks, b"0\r\n\r\n", pause=0.02)
+    assert b"HTTP/1.1 200" in raw(service, b"GET /health HTTP/1.0\r\n\r\n")
+    old = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b"
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 3, "stream": True}).encode()
+    assert raw(service, old % (len(body), body)).endswith(b"data: [DONE]\n\n")
+    expect = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+    assert raw(service, expect % len(body), body, pause=0.05).startswith(b"HTTP/1.1 100 \r\n\r\nHTTP/1.1 200")
+
+
+@pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\0\x01\0", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
+                                  b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n",
+                                  b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n"])
+def test_what_is_no_http(service, data):
+    got = raw(service, data)
+    assert re.match(rb"HTTP/1.1 4\d\d ", got) and b"expected an HTTP/1.1 request" in got and b"connection: close" in got.lower()
+
+
+def test_a_body_of_100_mb(service):
+    before = service.metric("resident_bytes")
+    status, _, text = ask(service, "POST", "/v1/completions", b"x" * 100_000_000)
+    assert (status, message(text)) == (400, "body: more than 65536 bytes, expected fewer; no prompt that fits the context is "
+                                            "as long")
+    assert service.metric("resident_bytes") - before < 8 << 20
+
+
+def test_a_client_that_leaves_without_a_stream(service):
+    cancelled = service.metric('requests_total{finish="cancelled"}')
+    body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 490}).encode()
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        service.wait_for("running_requests", 1)
+    service.wait_for('requests_total{finish="cancelled"}', cancelled + 1)
+
+
+def test_draining(moe_32, tmp_path):
+    service = slow_service(moe_32, tmp_path, "--http", ":0")
+    with service:
+        body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "stream": True}).encode()
+        idle = http.client.HTTPConnection("127.0.0.1", service.port, timeout=TIMEOUT)
+        idle.request("GET", "/ready")
+        assert idle.getresponse().read() == b'{"status": "ready"}\n'
+        with socket.create_connection(("127.0.0.1", service.port), TIMEOUT) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            received = connection.recv(65536)
+            service.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+            assert idle.sock.recv(1) == b""  # closed at once: nothing ran on it
+            while data := connection.recv(65536):
+                received += data
+        assert received.startswith(b"HTTP/1.1 200") and b"data: [DONE]\n\n" in received
+        assert service.process.wait(TIMEOUT) == 0
+
+
+def test_a_bare_stack_has_no_completions(tmp_path):
+    with Service(write_model(tmp_path / "stack.bin", STACK), tmp_path) as service:
+        status, _, text = ask(service, "POST", "/v1/completions", {"model": "stack.bin", "prompt": "x"})
+        assert status == 400 and message(text).endswith("expected tokens for prompt; this is a bare stack of MoE layers, give "
+                                                        "it an input")
+        assert ask(service, "GET", "/metrics")[0] == 200
+        assert service.stop() == 0
+
+
+# What it counts
+
+def test_a_prometheus_parser_reads_the_metrics(moe_32, tmp_path, engine):
+    parser = pytest.importorskip("prometheus_client.parser")
+    with Service(moe_32, tmp_path, "--batch-size", 3, "--queue-size", 7) as service:
+        with service.client() as client:
+            client.ask(prompt="abcd", max_new_tokens=6)
+            client.ask(prompt="ab", max_new_tokens=600)
+            client.ask(nonsense=1)
+        complete(service, prompt="abc", max_tokens=4)
+        status, headers, text = ask(service, "GET", "/metrics")
+        assert status == 200 and headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+        assert service.stop() == 0
+    samples = {(sample.name, *sample.labels.values()): sample.value
+               for family in families.values() for sample in family.samples}
+    counts = {"requests_total": {"length": 2, "stop": 0, "cancelled": 0, "deadline": 0, "shutdown": 0, "error": 0},
+              "errors_total": {"bad_request": 1, "too_long": 1, "queue_full": 0}}
+    for name, labels in counts.items():
+        for label, value in labels.items():
+            assert samples[f"colibri_{name}", label] == value, (name, label)
+    for name, value in {"prompt_tokens_total": 7, "completion_tokens_total": 10, "queue_depth": 0, "queue_size": 7,
+                        "running_requests": 0, "kv_slots": 3, "kv_slots_free": 3, "ttft_seconds_count": 2,
+                        "itl_seconds_count": 8, "log_lines_lost_total": 0, "open_connections": 1}.items():
+        assert samples[f"colibri_{name}",] == value, name
+    assert samples["colibri_steps_total", "prefill"] == 2 and samples["colibri_steps_total", "decode"] == 8
+    assert samples["colibri_ttft_seconds_bucket", "+Inf"] == 2 and samples["colibri_ttft_seconds_bucket", "60"] == 2
+    fed = 7 + 8  # tokens that went through the model: the prompts, and those of decoding
+    assert sum(samples["colibri_routed_tokens_total", str(expert)] for expert in range(32)) == fed * 2 * 6
+    assert 0 < samples["colibri_experts_read_total", engine.path] <= fed * 2 * 6
+    assert samples["colibri_resident_bytes",] > 10 << 20 and abs(samples["colibri_start_time_seconds",] - time.time()) < 60
+    assert all(family.documentation for family in families.values())
+    assert {family.type for family in families.values()} == {"counter", "gauge", "histogram"}
+
+
+def test_transcript():
+    assert transcript([{"role": "user", "content": "a\nb"}]) == "user: a\nb\nassistant:"
+    with pytest.raises(Refused, match="messages: expected a list"):
+        transcript("x")
+
+
+def test_readme_service(service, tmp_path):
+    """The section's curl lines and its Python example, as written but for the port."""
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## As a service"):text.index("## What can be converted")]
+    commands = re.findall(r"^    (curl (?:.*\\\n)*.*)$", section, re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        ran = subprocess.run(["bash", "-c", command.replace(":8042", f":{service.port}")], capture_output=True, text=True,
+                             check=False)
+        assert ran.returncode == 0 and ran.stdout and "error" not in ran.stdout.replace("errors_total", ""), ran
+    code, = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    ran = subprocess.run([sys.executable, "-c", code.replace(":8042", f":{service.port}")], capture_output=True, text=True,
+                         check=False)
+    assert ran.returncode == 0 and len(ran.stdout) > 50, ran.stderr

@@ -1,0 +1,523 @@
+"""The server as a process: lines over stdin and sockets, clients that misbehave or leave, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, program
+from service import TIMEOUT, Client, Service
+from synthetic import STACK, write_model
+
+from colibri.engine import Engine
+
+LONG = {"prompt": "It was the custom of ", "max_new_tokens": 490}
+
+
+def greedy(engine, prompt, count, **sampling):
+    with engine.session() as session:
+        return bytes(session.generate(prompt.encode(), count, **sampling)).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def service(moe_32, tmp_path_factory):
+    """One server for what leaves it as it was."""
+    with Service(moe_32, tmp_path_factory.mktemp("service"), "--batch-size", 8, "--queue-size", 4) as service:
+        yield service
+        assert service.metric("kv_slots_free") == 8 and service.metric("queue_depth") == 0
+        assert service.stop() == 0
+
+
+def run(model, lines, *options):
+    """The lines that a server on stdin answers, and its log."""
+    ended = program("colibri.run", "--backend", "host", "--model", model, "--serve", "-", *options, input=lines)
+    assert ended.returncode == 0, ended.stderr.decode()
+    return [json.loads(line) for line in ended.stdout.splitlines()], ended.stderr.decode()
+
+
+# Lines on stdin
+
+def test_stdin_until_its_end(moe_32, engine):
+    lines = (b'{"id": "a", "prompt": "It was ", "max_new_tokens": 30}\n\n'
+             b'{"id": 2, "prompt": "It was ", "max_new_tokens": 20, "temperature": 1, "seed": 3, "stream": true}\n'
+             b'nonsense\n'
+             b'{"id": 3, "prompt_ids": [73, 116], "max_new_tokens": 4, "stream": true}')  # the last line has no end
+    got, log = run(moe_32, lines)
+    by_id = {key: [line for line in got if line["id"] == key] for key in ("a", 2, None, 3)}
+    final, = by_id["a"]
+    assert final["text"] == greedy(engine, "It was ", 30)
+    assert final == {**final, "finish_reason": "length", "prompt_tokens": 7, "completion_tokens": 30, "path": engine.path}
+    assert final["ttft_ms"] > 0 and 0 < final["itl_p50_ms"] <= final["itl_p99_ms"]
+    *tokens, final = by_id[2]
+    assert final["text"] == greedy(engine, "It was ", 20, temperature=1.0, seed=3)
+    assert "".join(token["text"] for token in tokens) == final["text"]
+    assert bytes(token["token"] for token in tokens).decode() == final["text"]
+    assert by_id[None] == [{"id": None, "error": {
+        "message": "line: not JSON from character 0 on, expected one JSON object", "code": "bad_request"}}]
+    *tokens, final = by_id[3]
+    assert [token["token"] for token in tokens] == final["ids"] == list(greedy(engine, "It", 4).encode())
+    assert all(token.keys() == {"id", "token"} for token in tokens) and "text" not in final
+    assert re.fullmatch(r"serving moe-32.bin on stdin\n(\S+Z request id=\S+ .*\n){4}", log)
+
+
+def test_a_batch_of_lines_with_room_for_it(moe_32, engine):
+    """More requests than slots, from a file; each is answered once."""
+    lines = b"".join(b'{"id": %d, "prompt": "%c", "max_new_tokens": 5}\n' % (number, 65 + number % 26)
+                     for number in range(300))
+    got, _ = run(moe_32, lines, "--queue-size", 300, "--batch-size", 4)
+    assert sorted(line["id"] for line in got) == list(range(300))
+    expected = {letter: greedy(engine, letter, 5) for letter in map(chr, range(65, 91))}
+    assert all(line["text"] == expected[chr(65 + line["id"] % 26)] for line in got)
+
+
+def test_a_thousand_bad_lines_while_nobody_reads(moe_32):
+    """More answers than a pipe holds: the server waits for its reader, and loses none."""
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    threading.Thread(target=lambda: (process.stdin.write(b"bad\n" * 20_000), process.stdin.close())).start()
+    time.sleep(1)
+    assert len(process.stdout.read().splitlines()) == 20_000 and process.wait(TIMEOUT) == 0
+    process.stdout.close()
+
+
+def test_nobody_reads_stdout_any_more(moe_32):
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(TIMEOUT) == 0
+    log = process.stderr.read().decode()
+    assert re.search(r"request id=1 prompt_tokens=21 tokens=\d+ finish=(cancelled|length) ", log) and "Error" not in log
+    process.stdin.close()
+    process.stderr.close()
+
+
+# Requests over a socket
+
+def test_each_client_gets_its_own(service, engine):
+    """16 clients at once on 8 slots, sampled and greedy, streaming or not; each answer is what it is alone."""
+    results = {}
+
+    def talk(number):
+        with service.client() as client:
+            for turn in range(4):
+                fields = {"prompt": f"Chapter {number}. ", "max_new_tokens": 20 + number, "stream": bool(turn % 2)}
+                sampling = {"temperature": 0.9, "top_k": 30, "seed": number} if number % 2 else {}
+                while "error" in (got := client.ask(**fields, **sampling)):
+                    assert got["error"]["code"] == "queue_full"
+                    time.sleep(0.01)
+                results[number, turn] = got["text"], greedy(engine, fields["prompt"], fields["max_new_tokens"], **sampling)
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 64 and all(got == expected for got, expected in results.values())
+
+
+def test_a_full_queue(service):
+    with service.client() as client:
+        client.send(*({"id": number, **LONG} for number in range(14)))
+        got = [client.receive() for _ in range(2)]
+        assert [(line["id"], line["error"]["code"], line["error"]["message"]) for line in got] == [
+            (number, "queue_full", "queue: 4 requests wait, expected fewer; send it again later, or raise --queue-size")
+            for number in (12, 13)]
+        assert sorted(client.receive()["id"] for _ in range(12)) == list(range(12))
+        assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+
+
+def test_deadlines(service):
+    with service.client() as client:
+        final = client.ask(**LONG, deadline_ms=15)
+        assert final["finish_reason"] == "deadline" and 0 < final["completion_tokens"] < 490
+        client.send(*({"id": number, **LONG} for number in range(8)), {"id": "late", **LONG, "deadline_ms": 1})
+        line = client.receive()
+        assert line["id"] == "late" and line["error"]["code"] == "deadline"
+        assert re.match(r"deadline_ms: (passed after \d+ ms while|-?\d+ ms left, expected)", line["error"]["message"])
+        for _ in range(8):
+            assert client.receive()["finish_reason"] == "length"
+
+
+def test_cancel(service):
+    with service.client() as client:
+        client.send({"id": "x", **LONG}, {"id": "y", "prompt": "abc", "max_new_tokens": 2}, {"cancel": "x"},
+                    {"cancel": "unknown"})
+        got = {line["id"]: line for line in (client.receive(), client.receive())}
+        assert got["x"]["finish_reason"] == "cancelled" and got["y"]["finish_reason"] == "length"
+
+
+def test_another_client_cannot_cancel(service):
+    with service.client() as client, service.client() as other:
+        client.send({"id": 5, "prompt": "abc", "max_new_tokens": 100})
+        other.send({"cancel": 5})
+        assert client.receive()["finish_reason"] == "length"
+
+
+def test_an_id_twice(service):
+    with service.client() as client:
+        client.send({"id": 7, **LONG}, {"id": 7, "prompt": "x"})
+        assert client.receive() == {"id": 7, "error": {"message": "id: 7 is running, expected another; wait for its end",
+                                                       "code": "bad_request"}}
+        assert client.receive()["completion_tokens"] == 490
+        assert client.ask(id=7, prompt="x", max_new_tokens=1)["finish_reason"] == "length"  # free again
+
+
+def test_bad_lines_and_a_good_one_after(service):
+    with service.client() as client:
+        client.send(b"\xff\n", b"{}\n", b"\n", b'{"id": "q", "prompt": "x", "max_new_tokens": 1e9}\n')
+        got = [client.receive() for _ in range(3)]
+        assert [(line["id"], line["error"]["message"].split(",")[0]) for line in got] == [
+            (None, "line: byte 0xff at 0"), (None, "id: missing"), ("q", "max_new_tokens: 1000000000.0")]
+        assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+
+
+def test_a_line_in_small_pieces(service, engine):
+    with service.client() as client:
+        for byte in json.dumps({"id": 1, "prompt": "h\xe9", "max_new_tokens": 3}, ensure_ascii=False).encode() + b"\r\n":
+            client.send(bytes([byte]))
+        assert client.receive()["text"] == greedy(engine, "h\xe9", 3)
+
+
+def test_a_line_of_100_mb(service):
+    """Is thrown away as it comes; what follows is served."""
+    with service.client() as client:
+        before = service.metric("resident_bytes")
+        sender = threading.Thread(target=client.send, args=[b"x" * 100_000_000 + b'\n{"id": 1, "prompt": "x"}\n'])
+        sender.start()
+        assert client.receive() == {"id": None, "error": {
+            "message": "line: more than 65536 bytes, expected fewer; no prompt that fits the context is as long",
+            "code": "too_long"}}
+        assert client.receive()["completion_tokens"] == 64
+        sender.join()
+        assert service.metric("resident_bytes") - before < 8 << 20
+
+
+def test_half_a_character_at_the_end(service):
+    with service.client() as client:
+        client.send(b'{"id": 1, "prompt": "\xe2\x82')
+        client.socket.shutdown(socket.SHUT_WR)
+        assert client.receive() is None
+
+
+def test_garbage_of_ten_thousand_connections(service):
+    """Some close at once, some send bytes, some wait for the answer."""
+    began = time.monotonic()
+    garbage = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8).tobytes()
+    for number in range(10_000):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(service.path))
+            if number % 4:
+                client.send(garbage[number % 1000:number % 1000 + number % 300])
+    seconds = time.monotonic() - began
+    service.wait_for("open_connections", 1)  # the one that asks
+    with service.client() as client:
+        assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+    assert seconds < 20, seconds  # 2 on a machine of its own
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
+def test_a_client_that_leaves(service, when):
+    service.wait_for("running_requests", 0)
+    cancelled = service.metric('requests_total{finish="cancelled"}')
+    with service.client() as other:
+        if when == "waiting":
+            other.send(*({"id": number, **LONG} for number in range(8)))
+        client = service.client()
+        client.send(*({"id": number, "prompt": "x" * 500, "max_new_tokens": 12} if when == "prefilling" else
+                      {"id": number, **LONG, "stream": True} for number in range(4)))
+        if when == "decoding":
+            client.receive()
+        client.close()
+        service.wait_for('requests_total{finish="cancelled"}', cancelled + 4)
+        if when == "waiting":
+            assert [other.receive()["finish_reason"] for _ in range(8)] == ["length"] * 8
+    service.wait_for("kv_slots_free", 8)
+
+
+def test_http_spoken_to_lines(service):
+    with service.client() as client:
+        client.send(b'POST / HTTP/1.1\r\ncontent-length: 22\r\n\r\n{"id": 1, "prompt": "x"}\n')
+        assert client.receive()["error"]["message"] == "line: HTTP, expected a JSON object a line; HTTP is spoken at --http"
+        assert client.receive() is None
+
+
+def test_a_client_that_does_not_read(moe_32, tmp_path):
+    """Its answers wait within limits, then it is dropped; others do not notice."""
+    with Service(moe_32, tmp_path, command=[
+            sys.executable, "-c", "import sys\nfrom colibri import connection, run\n"
+            "connection.MAX_STALL_SECONDS = 1\nsys.exit(run.command())", "--backend", "host", "--model", str(moe_32),
+            "--serve", f"unix:{tmp_path}/socket", "--http", ":0", "--queue-size", "100000"]) as service:
+        client = service.client()
+        client.socket.settimeout(0.5)
+        sent = 0
+        with pytest.raises((TimeoutError, BrokenPipeError, ConnectionResetError)):
+            while True:
+                client.send(b"bad\n" * 1000)
+                sent += 1000
+        assert sent < 500_000  # the server stops reading when its answers are not read
+        before = service.metric("resident_bytes")
+        service.wait_for("connections_dropped_total", 1)
+        assert service.metric("resident_bytes") - before < 1 << 20
+        assert re.search(r"Z connection dropped=\"took nothing for 1 s\"\n", service.log)
+        with service.client() as other:
+            assert other.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+        client.close()
+        assert service.stop() == 0
+
+
+def test_a_stopped_client_goes_on(service, engine):
+    """SIGSTOP in the middle of a stream, then SIGCONT: nothing is missing."""
+    script = ("import json, socket, sys\nclient = socket.socket(socket.AF_UNIX)\nclient.connect(sys.argv[1])\n"
+              "client.sendall(json.dumps({'id': 1, 'prompt': 'It was ', 'max_new_tokens': 300, 'stream': True}).encode() + b'\\n')\n"
+              "for line in client.makefile():\n    print(line, end='', flush=True)\n    if 'finish_reason' in line:\n        break\n")
+    process = subprocess.Popen([sys.executable, "-c", script, str(service.path)], stdout=subprocess.PIPE, text=True)
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGCONT)
+    *tokens, final = map(json.loads, [first, *process.communicate(timeout=TIMEOUT)[0].splitlines()])
+    assert "".join(token["text"] for token in tokens) == final["text"] == greedy(engine, "It was ", 300)
+
+
+def test_too_many_connections(moe_32, tmp_path):
+    command = ["bash", "-c", 'ulimit -n 210; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend", "host",
+               "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket"]
+    with Service(moe_32, tmp_path, command=command) as service:  # 210 files: room for ten
+        clients = [service.client() for _ in range(10)]
+        for client in clients:
+            assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+        refused = service.client()
+        assert refused.receive() == {"id": None, "error": {
+            "message": "connections: 10 are open, expected fewer; close one first", "code": "too_many_connections"}}
+        assert refused.receive() is None
+        clients[0].close()
+        time.sleep(0.2)
+        with service.client() as client:
+            assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+        assert service.stop() == 0
+
+
+# How it ends
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_finish(moe_32, tmp_path, engine, number):
+    with Service(moe_32, tmp_path, "--batch-size", 1) as service:
+        with service.client() as client, service.client() as idle:
+            client.send({"id": 1, **LONG}, {"id": 2, "prompt": "abc", "max_new_tokens": 5})
+            service.wait_for("running_requests", 1)
+            service.process.send_signal(number)
+            assert client.receive()["text"] == greedy(engine, LONG["prompt"], 490)
+            assert client.receive()["text"] == greedy(engine, "abc", 5)
+            assert client.receive() is None and idle.receive() is None
+        assert service.process.wait(TIMEOUT) == 0 and not service.path.exists()
+
+
+def test_what_the_time_to_drain_cuts(moe_32, tmp_path):
+    with Service(moe_32, tmp_path, "--drain", 0, "--batch-size", 1) as service, service.client() as client:
+        client.send({"id": 1, **LONG}, {"id": 2, **LONG})
+        service.wait_for("running_requests", 1)
+        service.process.send_signal(signal.SIGTERM)
+        got = {line["id"]: line for line in (client.receive(), client.receive())}
+        assert [got[key]["finish_reason"] for key in (1, 2)] == ["shutdown", "shutdown"]
+        assert got[2]["completion_tokens"] == 0 and got[2]["ttft_ms"] is None
+        assert client.receive() is None and service.process.wait(TIMEOUT) == 0
+
+
+SLOW = ("import sys, time\nfrom colibri import run\nfrom colibri.engine import Engine\nstep = Engine.advance\n"
+        "def slow(*arguments):\n    time.sleep(0.05)\n    return step(*arguments)\n"
+        "Engine.advance = slow\nsys.exit(run.command())")
+
+
+def slow_service(model, folder, *options):
+    """A server whose steps take 50 ms more."""
+    return Service(model, folder, command=[sys.executable, "-c", SLOW, "--backend", "host", "--model", str(model), "--serve",
+                                           f"unix:{folder}/socket", *map(str, options)])
+
+
+def test_requests_while_it_drains(moe_32, tmp_path):
+    with slow_service(moe_32, tmp_path) as service, service.client() as client:
+        client.send({"id": 1, "prompt": "abc", "max_new_tokens": 12, "stream": True})
+        client.receive()
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        with pytest.raises(OSError):
+            service.client()
+        client.send({"id": 2, "prompt": "abc"})
+        lines = []
+        while line := client.receive():
+            lines.append(line)
+        refused, = [line for line in lines if line["id"] == 2]
+        assert refused["error"] == {"code": "shutdown", "message": "server: shutting down, expected a running one; send it "
+                                                                   "to another, or again later"}
+        assert lines[-1]["id"] == 1 and lines[-1]["completion_tokens"] == 12
+        assert service.process.wait(TIMEOUT) == 0
+
+
+@pytest.mark.parametrize("number, status, word", [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")])
+def test_a_second_signal_ends_it_at_once(moe_32, tmp_path, number, status, word):
+    with slow_service(moe_32, tmp_path) as service, service.client() as client:
+        client.send({"id": 1, **LONG, "stream": True})
+        client.receive()
+        service.process.send_signal(number)
+        time.sleep(0.2)
+        assert service.process.poll() is None
+        began = time.monotonic()
+        assert service.stop(number) == status and time.monotonic() - began < 1
+        assert service.log.endswith(f"{word}\n") and not service.path.exists()
+
+
+def test_killed_and_started_again(moe_32, tmp_path):
+    """The socket is left behind, clients get the end of their connection, and the next server takes the place."""
+    with Service(moe_32, tmp_path) as service, service.client() as client:
+        client.send({"id": 1, **LONG})
+        service.process.kill()
+        try:
+            assert client.receive() is None
+        except ConnectionResetError:
+            pass
+        service.process.wait()
+        assert service.path.is_socket()
+    with Service(moe_32, tmp_path) as service, service.client() as client:
+        assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+        assert service.stop() == 0 and not service.path.exists()
+
+
+# Where it listens
+
+def fails(model, *options, **rest):
+    ended = program("colibri.run", "--backend", "host", "--model", model, *options, **rest)
+    assert ended.returncode == 2 and ended.stdout == b""
+    return ended.stderr.decode()
+
+
+def test_places_that_are_taken(moe_32, service, tmp_path):
+    assert fails(moe_32, "--serve", f"unix:{service.path}") == (
+        f"--serve: unix:{service.path}, in use by another server, expected a free name; choose another, or end that server\n")
+    with service.client() as client:  # which goes on
+        assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+    assert fails(moe_32, "--serve", f":{service.port}") == (
+        f"--serve: :{service.port}: Address already in use, expected a free address of this machine; choose another\n")
+    (tmp_path / "file").write_text("precious")
+    assert fails(moe_32, "--serve", f"unix:{tmp_path}/file") == (
+        f"--serve: unix:{tmp_path}/file, a file that is no socket, expected none there; choose another name, or remove it\n")
+    assert (tmp_path / "file").read_text() == "precious"
+    assert fails(moe_32, "--serve", f"unix:{tmp_path}/none/socket").startswith(
+        f"--serve: unix:{tmp_path}/none/socket: No such file or directory, expected a free address")
+    assert fails(moe_32, "--serve", "unix:" + "x" * 108) == (
+        f"--serve: unix:{'x' * 108}, expected a name of 1 to 107 bytes; choose another\n")
+    assert "203.0.113.1:5: Cannot assign requested address, expected" in fails(moe_32, "--serve", "203.0.113.1:5")
+
+
+@pytest.mark.parametrize("options, message", [
+    (("--serve", "localhost"), "--serve: localhost, expected - or HOST:PORT or unix:PATH, with a port of 0 to 65535"),
+    (("--serve", ":70000"), "--serve: :70000, expected - or HOST:PORT or unix:PATH, with a port of 0 to 65535"),
+    (("--http", "unix:x"), "--http: unix:x, expected HOST:PORT, with a port of 0 to 65535"),
+    (("--http", "::1:80"), "--http: ::1:80, expected HOST:PORT, with a port of 0 to 65535"),
+    (("--serve", "-", "--prompt", "x"), "--prompt: given, expected only without --serve and --http; leave it out"),
+    (("--serve", "-", "--seed", "1"), "--seed: given, expected only without --serve and --http; leave it out"),
+    (("--http", ":0", "--json"), "--json: given, expected only without --serve and --http; leave it out"),
+    (("--prompt", "x", "--drain", "1"), "--drain: given, expected only with --serve or --http; leave it out"),
+    (("--log-prompts",), "--log-prompts: given, expected only with --serve or --http; leave it out"),
+    (("--serve", "-", "--queue-size", "-1"), "--queue-size: -1, expected 0 to 1048576"),
+    (("--serve", "-", "--log-format", "xml"), "--log-format: xml, expected one of text, json"),
+    (("--serve", "-", "--prefill-chunk", "513"), "--prefill-chunk: 513, expected at most 512, MAX_SEQ_LEN of the library; use "
+     "fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment"),
+    (("--serve", "-", "--batch-size", "33"), "--batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or "
+     "raise it with DEFINES=-DMAX_BATCH=33 in the environment")])
+def test_options(moe_32, options, message):
+    assert fails(moe_32, *options) == message + "\n"
+
+
+def test_http_without_its_library(moe_32, tmp_path):
+    (tmp_path / "h11.py").write_text("raise ImportError")
+    assert fails(moe_32, "--http", ":0", environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"}) == (
+        "h11: not installed, expected it for --http; run pip install h11 (the extra `serve`)\n")
+
+
+def test_host_and_port(moe_32, tmp_path):
+    with Service(moe_32, tmp_path, "--serve", ":0", "--http", "localhost:0") as service:
+        host, port = service.places[0].split(":")
+        assert host == "127.0.0.1" and int(port) > 0
+        with Client((host, int(port))) as client:
+            assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+        assert service.stop() == 0
+
+
+def test_sockets_of_systemd(moe_32, tmp_path):
+    """Passed as descriptors 3 and 4, named; the options' own addresses are not opened."""
+    with socket.socket() as lines, socket.socket() as http:
+        for listening in (lines, http):
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()
+        script = ("import os, sys\nos.dup2(int(sys.argv[1]), 103)\nos.dup2(int(sys.argv[2]), 3)\nos.dup2(103, 4)\n"
+                  "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='2', LISTEN_FDNAMES='lines:http')\n"
+                  "os.execv(sys.executable, [sys.executable, '-m', 'colibri.run', *sys.argv[3:]])")
+        command = [sys.executable, "-c", script, str(http.fileno()), str(lines.fileno()), "--backend", "host", "--model",
+                   str(moe_32), "--serve", "unix:/nonexistent/socket", "--http", ":1"]
+        with Service(moe_32, tmp_path, command=command, pass_fds=(lines.fileno(), http.fileno())) as service:
+            assert service.places == ["127.0.0.1:%d" % lines.getsockname()[1], "http 127.0.0.1:%d" % http.getsockname()[1]]
+            with Client(lines.getsockname()) as client:
+                assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+            assert service.metric("connections_total") == 2
+            assert service.stop() == 0
+
+
+# Bare stacks, logs, time
+
+def test_a_bare_stack(tmp_path):
+    stack = write_model(tmp_path / "stack.bin", STACK)
+    x = np.random.default_rng(0).standard_normal((1200, 64), dtype=np.float32)
+    np.save(tmp_path / "x.npy", x)
+    request = {"id": 1, "input": str(tmp_path / "x.npy"), "output": str(tmp_path / "y.npy")}
+    got, log = run(stack, json.dumps(request).encode() + b'\n{"id": 2, "prompt": "x"}\n')
+    assert got[0]["error"]["message"].endswith("expected tokens for prompt; this is a bare stack of MoE layers, give it an "
+                                               "input")
+    assert got[1] == {**got[1], "id": 1, "output": request["output"], "finish_reason": "stop", "prompt_tokens": 1200,
+                      "completion_tokens": 0, "itl_p50_ms": None}
+    with Engine(stack, backend="host") as engine:
+        np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), engine.stack(x))
+    assert "request id=1 prompt_tokens=1200 tokens=0 finish=stop ttft_ms=" in log
+
+
+def test_logs(moe_32):
+    secret = b'{"id": "a b\\n\\u00e9", "prompt": "my secret\\n", "max_new_tokens": 2}\n'
+    _, text = run(moe_32, secret)
+    assert "secret" not in text
+    assert re.fullmatch(r'serving moe-32.bin on stdin\n\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ request id="a b\\n\\u00e9" '
+                        r"prompt_tokens=10 tokens=2 finish=length ttft_ms=[\d.]+ itl_p99_ms=[\d.]+\n", text)
+    _, text = run(moe_32, secret, "--log-format", "json", "--log-prompts")
+    line = json.loads(text.splitlines()[1])
+    assert line == {**line, "event": "request", "id": "a b\n\xe9", "tokens": 2, "finish": "length", "prompt": "my secret\n"}
+    _, text = run(moe_32, b'{"id": 1, "prompt": "my secret", "seed": -1}\n', "--log-prompts")
+    assert "Z request id=1 finish=error code=bad_request\n" in text and "secret" not in text
+
+
+def test_a_full_disk_under_the_log(moe_32, tmp_path):
+    with Service(moe_32, tmp_path, command=[
+            "bash", "-c", 'exec "$@" 2> >(head -n 1 >&2)', "bash", sys.executable, "-m", "colibri.run", "--backend", "host",
+            "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket", "--http", "127.0.0.1:0"]) as service:
+        with service.client() as client:  # the log's reader has ended: every further line is lost
+            for _ in range(5):
+                assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+        service.wait_for("log_lines_lost_total", 5)
+        assert service.stop() == 0
+
+
+def test_an_idle_server_takes_no_time(service):
+    def seconds():
+        with open(f"/proc/{service.process.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    service.wait_for("running_requests", 0)
+    before = seconds()
+    time.sleep(1)
+    assert seconds() - before <= 0.03
