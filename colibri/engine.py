@@ -172,7 +172,7 @@ class Engine:
         with self._open(), np.errstate(over="ignore"):  # what float32 cannot hold shows in the result
             for start in range(0, len(x), self.max_tokens):
                 rows = np.ascontiguousarray(x[start:start + self.max_tokens], np.float32)
-                self.write("x", rows)
+                self._fields["input"][0] = self.memory.visible(rows)
                 self._fields["num_tokens"][0] = len(rows)
                 self._fields["num_logits"][0] = 0
                 self._run(self.library.forward_stack, len(rows))
@@ -219,7 +219,7 @@ class Engine:
             self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
     def pin(self, array):
-        """Page-locks a C-contiguous array that steps read from, until close(): a GPU then copies it without staging.
+        """Page-locks a C-contiguous array, until close(): a GPU's steps then read a float32 input where it lies.
 
         The caller keeps the array until then. Returns it.
         """
