@@ -25,7 +25,7 @@ class Connection(asyncio.Protocol):
         self.server, self.transport = server, None
         self.running = {}
         self.is_full = False    # as many bytes wait for the client as should: nothing more is read from it
-        self.is_closing = False
+        self.is_closing = self._is_dropped = False
         self._input, self._output = bytearray(), []
         self._waiting, self._moved = 0, time.monotonic()  # bytes for the client at the last check; when anything moved
 
@@ -90,10 +90,10 @@ class Connection(asyncio.Protocol):
             self.drop(f"more than {MAX_UNREAD_BYTES >> 20} MiB unread")
 
     def drop(self, reason):
-        """Ends a connection whose client hinders it."""
-        if not self.is_closing:
+        """Ends a connection whose client hinders it, also from being closed."""
+        if not self._is_dropped:
             self.server.dropped(reason)
-            self.is_closing = True
+            self.is_closing = self._is_dropped = True
             self.transport.abort()
 
     def close(self):
@@ -216,7 +216,7 @@ class Lines(Connection):
             for token, piece in request.news():
                 text = f', "text": {json.dumps(piece)}' if request.used else ""
                 self.write(f'{{"id": {identity}, "token": {token}{text}}}\n'.encode())
-        if request.finish:
+        if request.is_over:
             del self.running[request.id]
             self.write(error_line(request.error) if request.error else self._final(request))
             self._end()

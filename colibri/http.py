@@ -1,5 +1,6 @@
 """HTTP: how the server is, what it has counted, and completions in the shape that OpenAI's clients speak."""
 
+import itertools
 import json
 import time
 
@@ -50,8 +51,11 @@ class Http(Connection):
                     continue
                 self._event(event)
             except h11.RemoteProtocolError as error:
-                self._error(Refused(f"HTTP: {error}, expected an HTTP/1.1 request"), error.error_status_hint)
+                refused = Refused(f"HTTP: {error}, expected an HTTP/1.1 request")
+                self.server.refused(refused)
+                self._error(refused, error.error_status_hint)
             except Refused as error:
+                self.server.refused(error)
                 self._error(error)
         if len(self._input) > self.server.reader.max_bytes:
             self.drop("sent more while its request was running")
@@ -113,7 +117,7 @@ class Http(Connection):
 
     def progress(self, request):
         answer = self._answer
-        if request.error and not answer.has_begun:
+        if request.is_over and request.error and not answer.has_begun:
             del self.running[request.id]
             self._error(request.error)
         elif not request.stream:
@@ -132,7 +136,7 @@ class Http(Connection):
                 *self._connection_header()])))
         for data in answer.events():
             self.write(self._h11.send(h11.Data(b"data: " + data + b"\n\n")))
-        if request.finish:
+        if request.is_over:
             del self.running[request.id]
             self._end()
 
@@ -145,8 +149,6 @@ class Http(Connection):
 
     def _error(self, error, status=None):
         """Answers with an error; a request that was not read whole is the connection's last."""
-        if not self.running:
-            self.server.refused(error)
         status = status or CODES[error.code]
         headers = [("retry-after", "1")] if error.code == "queue_full" else []
         self._respond(status, _error_body(error), headers=headers)
@@ -180,12 +182,11 @@ class Http(Connection):
 class _Answer:
     """A completion in OpenAI's shape: the request of a body, and the objects that answer it."""
 
-    number = 0
+    numbers = itertools.count(1)
 
     def __init__(self, path, server, body):
-        _Answer.number += 1
         self._is_chat = path == "/v1/chat/completions"
-        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{_Answer.number}"
+        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{next(self.numbers)}"
         self._path, self._server, self._with_usage, self.has_begun = path, server, False, False
         self._created = int(time.time())
         labels = {new: old for old, new in RENAMED[path].items()} | dict.fromkeys(("prompt", "prompt_ids"), INPUT[path])
@@ -251,9 +252,9 @@ class _Answer:
         text = self._piece()
         if text:
             yield json.dumps({**self._fields, "choices": [self._choice(text, None)]}).encode()
-        if request.error:
+        if request.is_over and request.error:
             yield json.dumps(_error_body(request.error)).encode()
-        elif request.finish:
+        elif request.is_over:
             yield json.dumps({**self._fields, "choices": [self._choice("", request.finish)]}).encode()
             if self._with_usage:
                 yield json.dumps({**self._fields, "choices": [], "usage": self._usage()}).encode()
@@ -264,7 +265,7 @@ class _Answer:
         request, is_first = self.request, not self.request.told
         news = request.news()
         if request.used:
-            return "".join(piece for _, piece in news) + (request.rest() if request.finish else "")
+            return "".join(piece for _, piece in news) + (request.rest() if request.is_over else "")
         text = " ".join(str(token) for token, _ in news)
         return text if is_first or not text else " " + text
 

@@ -38,8 +38,9 @@ class Refused(ColibriError):
 class Request:
     """One request and how it goes. Times are time.monotonic()'s seconds.
 
-    The thread that made it sets the fields up to `cancelled`, and that one and `told` later; the scheduler's sets the
-    others, and `finish` last of all: one of FINISHES, "error" where there is an `error`.
+    The thread that made it sets the fields up to `cancelled`, later those from `pieces` on, too; the scheduler's sets the
+    others, and `finish` last of all: one of FINISHES, "error" where there is an `error`. It does so while the first thread
+    tells of tokens before: only where `is_over` is set, that one goes by `finish`, and then once.
     """
 
     id: object
@@ -54,6 +55,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     pieces: Pieces = None             # of its text, as far as it was told
     told: int = 0                     # tokens
+    is_over: bool = False             # seen to have a finish
     cancelled: str = ""               # the finish that it shall have, as soon as that may be
     session: object = None
     prefilled: int = 0                # tokens of the prompt, or rows

@@ -37,6 +37,7 @@ class Server:
         self.is_draining = False
         self.name = os.path.basename(engine.checkpoint.path)
         self._listeners, self._signals, self._state = [], [], None
+        self._num_unanswered = 0  # requests that were accepted, and whose end has not been told
 
     async def main(self):
         self.loop, self._stopped, self._idle = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
@@ -112,7 +113,7 @@ class Server:
         for connection in list(self.connections):
             connection.drain()
         for seconds, finish in ((self.options.drain, "shutdown"), (CUT_SECONDS, None)):
-            if self.scheduler.num_unfinished:
+            if self._num_unanswered:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._idle.wait(), seconds)
             for connection in list(self.connections):
@@ -163,6 +164,7 @@ class Server:
             raise Refused("server: shutting down, expected a running one; send it to another, or again later", "shutdown",
                           request.id)
         self.scheduler.submit(request)
+        self._num_unanswered += 1
 
     def cancel(self, request):
         self.scheduler.cancel(request)
@@ -193,7 +195,10 @@ class Server:
         """What the scheduler has brought, for the clients it is for."""
         owners = {}
         for request in self.scheduler.take():
-            if request.finish:
+            if request.is_over:
+                continue  # its end was seen when its last token was told of
+            request.is_over = request.finish is not None
+            if request.is_over:
                 self._ended(request)
             if not request.owner.is_closing:
                 owners[request.owner] = None
@@ -204,7 +209,7 @@ class Server:
                     request.owner.drop("an error of the server")
         for owner in owners:
             owner.flush()
-        if self.is_draining and not self.scheduler.num_unfinished:
+        if self.is_draining and not self._num_unanswered:
             self._idle.set()
         if self.scheduler.failure is not None:
             self.stop()
@@ -217,6 +222,7 @@ class Server:
                        at=f"{os.path.basename(where.filename)}:{where.lineno}" if where else None)
 
     def _ended(self, request):
+        self._num_unanswered -= 1
         self.metrics.ended(request)
         if request.error:
             self.metrics.errors[request.error.code] += 1

@@ -83,10 +83,10 @@ BAD = [
     (b'"deadline_ms": 1' + b"0" * 40, "deadline_ms: a number of more than 64 bits, expected an integer, 1 to 1099511627776"),
 ]
 TOO_LONG = [
-    (b'"max_new_tokens": 513', "max_new_tokens: 513, expected at most 512 after a prompt of 1 tokens in a context of 512; "
-                               "lower it"),
-    (b'"max_new_tokens": 1' + b"0" * 400, "max_new_tokens: a number of more than 64 bits, expected at most 512 after a "
-                                          "prompt of 1 tokens in a context of 512; lower it"),
+    (b'"max_new_tokens": 513', ("max_new_tokens: 513, expected at most 512 after a prompt of 1 tokens in a context of 512; "
+                               "lower it")),
+    (b'"max_new_tokens": 1' + b"0" * 400, ("max_new_tokens: a number of more than 64 bits, expected at most 512 after a "
+                                          "prompt of 1 tokens in a context of 512; lower it")),
 ]
 CANCEL = [
     (b'{"cancel": 1, "id": 2}', '"id": unknown field, expected one of cancel'),
@@ -176,22 +176,22 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
                 ({"input": "x.npy", "output": ""}, f'output: "", {name}'),
                 ({"input": "x\0.npy", "output": "y.npy"}, f'input: "x\\u0000.npy", {name}'),
                 ({"input": 5, "output": "y.npy"}, f"input: 5, {name}"),
-                ({"input": "x.npy", "output": "./x.npy"}, "output: ./x.npy, expected another file than input; choose "
-                                                          "another name"),
+                ({"input": "x.npy", "output": "./x.npy"}, ("output: ./x.npy, expected another file than input; choose "
+                                                          "another name")),
                 ({"input": "x.npy", "output": "pipe"}, "output: pipe, a pipe, expected a file; choose another name"),
-                ({"input": "x.npy", "output": "y.npy", "seed": 1}, "seed: given, expected only with prompt or prompt_ids; "
-                                                                   "leave it out"),
-                ({"input": "none.npy", "output": "y.npy"}, "none.npy: No such file or directory, expected an .npy file of "
-                                                           "numbers; write it with numpy.save"),
+                ({"input": "x.npy", "output": "y.npy", "seed": 1}, ("seed: given, expected only with prompt or prompt_ids; "
+                                                                   "leave it out")),
+                ({"input": "none.npy", "output": "y.npy"}, ("none.npy: No such file or directory, expected an .npy file of "
+                                                           "numbers; write it with numpy.save")),
                 ({"input": "pipe", "output": "y.npy"}, "pipe: a special file, expected a file that numpy.save wrote"),
-                ({"input": "f.npy", "output": "y.npy"}, "f.npy: fortran_order=True, expected rows one after another; write "
-                                                        "it with numpy.save(path, numpy.ascontiguousarray(x))"),
-                ({"input": "narrow.npy", "output": "y.npy"}, f"narrow.npy: shape=(3, 65), expected (tokens, 64) from "
-                                                             f"hidden=64 of {tmp_path}/stack.bin; give it rows of that size"),
-                ({"prompt": "x"}, f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt; this is a bare stack of "
-                                  "MoE layers, give it an input"),
-                ({"prompt_ids": [1]}, f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt_ids; this is a bare "
-                                      "stack of MoE layers, give it an input")):
+                ({"input": "f.npy", "output": "y.npy"}, ("f.npy: fortran_order=True, expected rows one after another; write "
+                                                        "it with numpy.save(path, numpy.ascontiguousarray(x))")),
+                ({"input": "narrow.npy", "output": "y.npy"}, (f"narrow.npy: shape=(3, 65), expected (tokens, 64) from "
+                                                             f"hidden=64 of {tmp_path}/stack.bin; give it rows of that size")),
+                ({"prompt": "x"}, (f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt; this is a bare stack of "
+                                  "MoE layers, give it an input")),
+                ({"prompt_ids": [1]}, (f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt_ids; this is a bare "
+                                      "stack of MoE layers, give it an input"))):
             with pytest.raises(Refused) as refused:
                 reader.request({"id": 1, **fields})
             assert str(refused.value) == message

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from service import TIMEOUT, Client, Service
 from synthetic import STACK, write_model
 
 from colibri.engine import Engine
+from colibri.requests import Request
+from colibri.server import Server
 
 LONG = {"prompt": "It was the custom of ", "max_new_tokens": 490}
 
@@ -32,7 +35,7 @@ def service(moe_32, tmp_path_factory):
     with Service(moe_32, tmp_path_factory.mktemp("service"), "--batch-size", 8, "--queue-size", 4) as service:
         yield service
         assert service.metric("kv_slots_free") == 8 and service.metric("queue_depth") == 0
-        assert service.stop() == 0
+        assert service.stop() == 0 and "fault" not in service.log
 
 
 def run(model, lines, *options):
@@ -99,6 +102,19 @@ def test_nobody_reads_stdout_any_more(moe_32):
     assert re.search(r"request id=1 prompt_tokens=21 tokens=\d+ finish=(cancelled|length) ", log) and "Error" not in log
     process.stdin.close()
     process.stderr.close()
+
+
+def test_a_signal_while_stdin_is_open(moe_32, engine):
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    *_, final = process.stdout.read().splitlines()
+    assert json.loads(final)["text"] == greedy(engine, LONG["prompt"], 490) and process.wait(TIMEOUT) == 0
+    process.stdin.close()
+    process.stdout.close()
 
 
 # Requests over a socket
@@ -253,8 +269,8 @@ def test_http_spoken_to_lines(service):
 def test_a_client_that_does_not_read(moe_32, tmp_path):
     """Its answers wait within limits, then it is dropped; others do not notice."""
     with Service(moe_32, tmp_path, command=[
-            sys.executable, "-c", "import sys\nfrom colibri import connection, run\n"
-            "connection.MAX_STALL_SECONDS = 1\nsys.exit(run.command())", "--backend", "host", "--model", str(moe_32),
+            sys.executable, "-c", ("import sys\nfrom colibri import connection, run\n"
+            "connection.MAX_STALL_SECONDS = 1\nsys.exit(run.command())"), "--backend", "host", "--model", str(moe_32),
             "--serve", f"unix:{tmp_path}/socket", "--http", ":0", "--queue-size", "100000"]) as service:
         client = service.client()
         client.socket.settimeout(0.5)
@@ -271,6 +287,11 @@ def test_a_client_that_does_not_read(moe_32, tmp_path):
         with service.client() as other:
             assert other.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
         client.close()
+        half = service.client()
+        half.send(b'{"id": 1')
+        service.wait_for("connections_dropped_total", 2)
+        assert half.receive() is None
+        assert re.search(r"Z connection dropped=\"sent half a message, then nothing for 1 s\"\n", service.log)
         assert service.stop() == 0
 
 
@@ -284,7 +305,7 @@ def test_a_stopped_client_goes_on(service, engine):
     process.send_signal(signal.SIGSTOP)
     time.sleep(0.3)
     process.send_signal(signal.SIGCONT)
-    *tokens, final = map(json.loads, [first, *process.communicate(timeout=TIMEOUT)[0].splitlines()])
+    *tokens, final = map(json.loads, [first, *process.stdout.read().splitlines()])
     assert "".join(token["text"] for token in tokens) == final["text"] == greedy(engine, "It was ", 300)
 
 
@@ -429,10 +450,10 @@ def test_places_that_are_taken(moe_32, service, tmp_path):
     (("--log-prompts",), "--log-prompts: given, expected only with --serve or --http; leave it out"),
     (("--serve", "-", "--queue-size", "-1"), "--queue-size: -1, expected 0 to 1048576"),
     (("--serve", "-", "--log-format", "xml"), "--log-format: xml, expected one of text, json"),
-    (("--serve", "-", "--prefill-chunk", "513"), "--prefill-chunk: 513, expected at most 512, MAX_SEQ_LEN of the library; use "
-     "fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment"),
-    (("--serve", "-", "--batch-size", "33"), "--batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or "
-     "raise it with DEFINES=-DMAX_BATCH=33 in the environment")])
+    (("--serve", "-", "--prefill-chunk", "513"), ("--prefill-chunk: 513, expected at most 512, MAX_SEQ_LEN of the library; use "
+     "fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment")),
+    (("--serve", "-", "--batch-size", "33"), ("--batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or "
+     "raise it with DEFINES=-DMAX_BATCH=33 in the environment"))])
 def test_options(moe_32, options, message):
     assert fails(moe_32, *options) == message + "\n"
 
@@ -464,7 +485,7 @@ def test_sockets_of_systemd(moe_32, tmp_path):
         command = [sys.executable, "-c", script, str(http.fileno()), str(lines.fileno()), "--backend", "host", "--model",
                    str(moe_32), "--serve", "unix:/nonexistent/socket", "--http", ":1"]
         with Service(moe_32, tmp_path, command=command, pass_fds=(lines.fileno(), http.fileno())) as service:
-            assert service.places == ["127.0.0.1:%d" % lines.getsockname()[1], "http 127.0.0.1:%d" % http.getsockname()[1]]
+            assert service.places == [f"127.0.0.1:{lines.getsockname()[1]}", f"http 127.0.0.1:{http.getsockname()[1]}"]
             with Client(lines.getsockname()) as client:
                 assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
             assert service.metric("connections_total") == 2
@@ -521,3 +542,28 @@ def test_an_idle_server_takes_no_time(service):
     before = seconds()
     time.sleep(1)
     assert seconds() - before <= 0.03
+
+
+def test_an_end_that_comes_while_a_token_is_told_of():
+    """The scheduler's thread goes on meanwhile: the end is seen early, its own news come after, and it is told once."""
+    told, ended = [], []
+
+    class Owner:
+        is_closing = False
+
+        def progress(self, request):
+            told.append((len(request.news()), request.is_over))
+
+        def flush(self):
+            pass
+    request = Request(1, Owner(), [1], stream=True)
+    server = Server.__new__(Server)
+    server.is_draining, server._ended = False, ended.append
+    server.scheduler = SimpleNamespace(take=lambda: [request], failure=None)
+    request.tokens.append(5)
+    server._news()
+    request.tokens.append(6)
+    request.finish = "length"
+    server._news()
+    server._news()
+    assert told == [(1, False), (1, True)] and ended == [request]

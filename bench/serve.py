@@ -1,0 +1,163 @@
+"""A server under load, as CSV on stdout: throughput by clients, and what long prompts do to the others' latency.
+
+    python -m bench.serve                        # moe-32.bin on this machine, two to three minutes
+    python -m bench.serve --chunks 512,64 --seconds 20 --options="--backend host"
+
+`clients` rows: so many clients, each with one request after another. `prompts` rows: 8 clients stream while a prompt that
+fills the context arrives once a second, by --prefill-chunk; latencies are those that the clients see.
+"""
+
+import argparse
+import csv
+import json
+import selectors
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.latency import numbers, plain
+from colibri.report import percentile
+
+COLUMNS = ["kind", "clients", "prefill_chunk", "tokens_per_s", "itl_p50_ms", "itl_p99_ms", "itl_p999_ms", "itl_max_ms",
+           "ttft_p50_ms", "ttft_p99_ms", "requests", "command"]
+NEW_TOKENS = 200
+
+
+class Client:
+    """Sends a request as soon as the one before has ended, and notes when what arrives."""
+
+    def __init__(self, path, number, new_tokens, stream):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(path)
+        self.number, self.new_tokens, self.stream = number, new_tokens, stream
+        self.gaps, self.ttft, self.tokens, self.requests = [], [], 0, 0
+        self.rest = b""
+
+    def send(self):
+        self.requests += 1
+        self.last = None
+        prompt = f"Chapter {self.number}, page {self.requests}. It was the custom of "
+        self.socket.sendall(json.dumps({"id": self.requests, "prompt": prompt, "max_new_tokens": self.new_tokens,
+                                        "stream": self.stream}).encode() + b"\n")
+
+    def receive(self):
+        """Whether the request has ended."""
+        *lines, self.rest = (self.rest + self.socket.recv(1 << 16)).split(b"\n")
+        now = time.perf_counter()
+        for line in lines:
+            if b'"token"' not in line:
+                final = json.loads(line)
+                self.tokens += final["completion_tokens"]
+                self.ttft.append(final["ttft_ms"])
+                return True
+            if self.last:
+                self.gaps.append(1e3 * (now - self.last))
+            self.last = now
+        return False
+
+
+def load(path, num_clients, new_tokens, stream, seconds, every_second=lambda: None):
+    """Runs clients for so long; returns them and the seconds that it took."""
+    clients = [Client(path, number, new_tokens, stream) for number in range(num_clients)]
+    selector = selectors.DefaultSelector()
+    for client in clients:
+        selector.register(client.socket, selectors.EVENT_READ, client)
+        client.send()
+    start = tick = time.perf_counter()
+    running = num_clients
+    while running:
+        for key, _ in selector.select(0.1):
+            if key.data.receive():
+                if time.perf_counter() < start + seconds:
+                    key.data.send()
+                else:
+                    running -= 1
+        if time.perf_counter() > tick:
+            every_second()
+            tick += 1
+    return clients, time.perf_counter() - start
+
+
+def figures(clients, seconds):
+    gaps = [gap for client in clients for gap in client.gaps]
+    ttft = [value for client in clients for value in client.ttft]
+    row = {"clients": len(clients), "tokens_per_s": sum(client.tokens for client in clients) / seconds,
+           "requests": sum(client.requests for client in clients),
+           "ttft_p50_ms": percentile(ttft, 50), "ttft_p99_ms": percentile(ttft, 99)}
+    for name, percent in (("p50", 50), ("p99", 99), ("p999", 99.9), ("max", 100)):
+        row[f"itl_{name}_ms"] = percentile(gaps, percent) if gaps else None
+    return row
+
+
+class Server:
+    def __init__(self, options, chunk):
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = f"{self._folder.name}/socket"
+        self.command = ["python", "-m", "colibri.run", "--model", options.model, *shlex.split(options.options)]
+        extra = ["--prefill-chunk", str(chunk)] if chunk else []
+        self._process = subprocess.Popen([sys.executable, *self.command[1:], "--serve", f"unix:{self.path}", *extra],
+                                         stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr.readline().startswith("serving "), "the server did not start"
+        self._drain = subprocess.Popen(["cat"], stdin=self._process.stderr, stdout=subprocess.DEVNULL)
+        load(self.path, 2, 20, False, 0.2)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._process.terminate()
+        self._process.wait()
+        self._drain.wait()
+        self._folder.cleanup()
+
+
+def long_prompts(path):
+    """A function that sends a prompt which fills the context, and leaves its answer unread until the next."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    sent = []
+
+    def send():
+        if sent:
+            connection.recv(1 << 16)
+        sent.append(1)
+        connection.sendall(json.dumps({"id": len(sent), "prompt": "x" * 512, "max_new_tokens": 1}).encode() + b"\n")
+    return send
+
+
+def parse():
+    parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", default="moe-32.bin", help="default: moe-32.bin")
+    parser.add_argument("--clients", type=numbers, default=[1, 4, 8, 16, 32], metavar="N,N,...")
+    parser.add_argument("--chunks", type=numbers, default=[512, 128, 64, 32, 16], metavar="N,N,...")
+    parser.add_argument("--seconds", type=float, default=5, metavar="N", help="of each row")
+    parser.add_argument("--options", default="", metavar="TEXT", help="more options of the server")
+    return parser.parse_args()
+
+
+def main():
+    options = parse()
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+
+    def write(kind, server, row, chunk=None):
+        row = {"kind": kind, "prefill_chunk": chunk, **row, "command": " ".join(server.command)}
+        writer.writerow({name: plain(value) if isinstance(value, float) else value for name, value in row.items()})
+        sys.stdout.flush()
+    with Server(options, None) as server:
+        for num_clients in options.clients:
+            write("clients", server, figures(*load(server.path, num_clients, NEW_TOKENS, False, options.seconds)))
+    for chunk in options.chunks:
+        with Server(options, chunk) as server:
+            for kind, every_second in (("alone", lambda: None), ("prompts", long_prompts(server.path))):
+                write(kind, server, figures(*load(server.path, 8, NEW_TOKENS, True, options.seconds, every_second)), chunk)
+
+
+if __name__ == "__main__":
+    if not Path(parse().model).exists():
+        sys.exit(f"{parse().model}: not found; make run converts the example model")
+    main()
