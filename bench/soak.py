@@ -36,7 +36,7 @@ GROWTH = 0.02           # of memory, from after the warm-up to the end
 WARM_UP = 0.2           # of the time
 IDLE_SECONDS = 20       # for slots to become free at the end
 STOPPED_SECONDS = 0.2, 3.0
-LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w+ .*\n")
+LOG_LINE = re.compile(r"""\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w+( \w+=("([^"\\]|\\.)*"|[^\s"]+))*\n""")
 BAD_LINES = [
     b"\n", b"{}\n", b"[]\n", b"null\n", b"{\n", b'{"id": "x"}\n', b'{"id": "x", "prompt": ""}\n', b"\xff\xfe\n", b"\0\n",
     b'{"id": "x", "prompt": "\xe2\x82"}\n', b'{"id": "x", "prompt": "a", "prompt_ids": [1]}\n', b'{"cancel": 1, "id": 2}\n',
@@ -88,7 +88,8 @@ class Client:
                 self.connection = Lines(self.address)
                 self.counts["connections"] += 1
             self.episode()
-        self.connection and self.connection.close()
+        if self.connection:
+            self.connection.close()
 
     def episode(self):
         """Some requests at once; then all their lines, or a leave before that."""
@@ -235,7 +236,7 @@ class Memory:
 
     def sample(self):
         metrics = self.service.metrics()
-        device = metrics.get("colibri_device_memory_bytes", 0) / 2**20
+        device = metrics.get('colibri_device_bytes{use="used"}', 0) / 2**20
         self.samples.append((time.monotonic(), self.service.status("VmRSS"), device))
 
     def figures(self):
@@ -301,6 +302,7 @@ def check(reports, memory, slots, status, log):
     if status:
         failures.append(f"service: ended with {status}, expected 0")
     failures += [f"log: {line!r} is no line of one request" for line in log if not LOG_LINE.fullmatch(line)][:1]
+    failures += [f"log: {line.strip()}" for line in log if re.search(r"Z (connection|fault) ", line)][:5]
     return failures
 
 
