@@ -5,13 +5,14 @@
 
 Each client is a process with a connection. It sends requests out of a catalogue, several at once, of random prompts,
 lengths and samplings; it cancels, leaves in the middle, sends lines that are none, sets deadlines, reads slowly, and is
-stopped (SIGSTOP) for seconds. Before the load the service answers the whole catalogue, one request at a time: under load
+stopped (SIGSTOP) for seconds. Some requests go over HTTP. Before the load the service answers the whole catalogue, one request at a time: under load
 every answer must be the same, and one that was cut must be the beginning of it. Every request must end once. Afterwards
 all KV slots must be free, and memory where it was after the warm-up, within 2%. Status 1, and why, where something is not.
 """
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from bench.service import ROOT, Lines, Service, example_model
 
 CATALOGUE = 60          # requests
 CONTEXT = 512           # tokens that no request goes beyond
+HTTP_SHARE = 0.05       # of the episodes
 GROWTH = 0.02           # of memory, from after the warm-up to the end
 WARM_UP = 0.2           # of the time
 IDLE_SECONDS = 20       # for slots to become free at the end
@@ -76,8 +78,8 @@ def output(answer):
 class Client:
     """One client's connection, what it waits for, and what it counted."""
 
-    def __init__(self, address, cases, seed):
-        self.address, self.cases, self.random = address, cases, random.Random(seed)
+    def __init__(self, address, http, model, cases, seed):
+        self.address, self.http, self.model, self.cases, self.random = address, http, model, cases, random.Random(seed)
         self.counts, self.ttft, self.itl = Counter(), [], []
         self.pending, self.connection, self.errors_due, self.number = {}, None, 0, 0
         self.name = f"client {seed}"
@@ -88,6 +90,8 @@ class Client:
                 self.connection = Lines(self.address)
                 self.counts["connections"] += 1
             self.episode()
+            if self.random.random() < HTTP_SHARE:
+                self.http_episode()
         if self.connection:
             self.connection.close()
 
@@ -120,6 +124,23 @@ class Client:
             self.fail(f"lost: {len(self.pending)} requests and {self.errors_due} errors without an answer")
         except OSError as error:
             self.fail(f"connection: {error}")
+
+    def http_episode(self):
+        """A completion over HTTP, of which a stream is left in its middle."""
+        case = self.random.choice([case for case in self.cases if "prompt" in case["request"]])
+        fields = dict(case["request"])
+        body = {"model": self.model, "max_tokens": fields.pop("max_new_tokens"), **fields, "stream": self.random.random() < 0.3}
+        self.counts["HTTP requests"] += 1
+        connection = http.client.HTTPConnection(*self.http, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        if body["stream"]:
+            response.read(self.random.randrange(1000))
+        else:
+            answer = json.loads(response.read())
+            if response.status != 429 and answer["choices"][0]["text"] != case["output"]:
+                self.fail(f"wrong: HTTP {response.status} {str(answer)[:300]}, expected {case['output'][:300]!r}")
+        connection.close()
 
     def request(self):
         pick = self.random
@@ -209,9 +230,9 @@ class Client:
 
 
 def client_main(arguments):
-    """python -m bench.soak --client HOST PORT CASES SEED UNTIL: prints what it counted."""
-    host, port, cases, seed, until = arguments
-    client = Client((host, int(port)), json.loads(Path(cases).read_text()), int(seed))
+    """python -m bench.soak --client HOST PORT HTTP_PORT MODEL CASES SEED UNTIL: prints what it counted."""
+    (host, port, http_port), (model, cases, seed, until) = arguments[:3], arguments[3:]
+    client = Client((host, int(port)), (host, int(http_port)), model, json.loads(Path(cases).read_text()), int(seed))
     client.run(float(until))
     print(json.dumps({"counts": client.counts, "ttft": client.ttft, "itl": client.itl}))
 
@@ -256,7 +277,8 @@ def soak(options, service, folder):
     cases, source = folder / "cases.json", random.Random(options.seed)
     cases.write_text(json.dumps(answers_alone(service, options.seed)))
     until = time.time() + 60 * options.soak
-    command = [sys.executable, "-m", "bench.soak", "--client", service.address[0], str(service.address[1]), str(cases)]
+    command = [sys.executable, "-m", "bench.soak", "--client", service.address[0], str(service.address[1]),
+               str(service.http[1]), Path(options.model).name, str(cases)]
     clients = [subprocess.Popen([*command, str(1000 * options.seed + number), str(until)], cwd=ROOT, stdout=subprocess.PIPE,
                                 text=True) for number in range(options.clients)]
     memory, stops = Memory(service), 0
@@ -337,7 +359,7 @@ def main(arguments=None):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
     parser.add_argument("--slots", type=int, default=16, help="the service's --batch-size (default 16)")
-    parser.add_argument("--client", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--client", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.client:
         return client_main(options.client)

@@ -1,12 +1,14 @@
-"""A short soak, and that it notices what it is there for."""
+"""A short soak and a short load, and that the soak notices what it is there for."""
 
+import csv
+import importlib.util
 import json
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, program
 
 from bench import soak
 
@@ -17,8 +19,20 @@ def test_some_seconds(moe_32):
                          env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
     figures = json.loads(run.stdout)
     assert [failure for failure in figures["failures"] if not failure.startswith("memory: ")] == []
-    assert figures["length"] > 20 and figures["bad lines"] and figures["leaves"] and figures["stopped clients"]
+    assert figures["length"] > 20 and figures["HTTP requests"] and figures["bad lines"] and figures["leaves"] and figures["stopped clients"]
     assert figures["free slots"] == "16 of 16"
+
+
+def test_load(moe_32, tmp_path):
+    plot = ["--png", tmp_path / "load.png"] if importlib.util.find_spec("matplotlib") else []
+    run = program("bench.load", moe_32, "--rates", "5,10", "--seconds", "1", *plot)
+    assert run.returncode == 0, run.stderr
+    rows = list(csv.DictReader(run.stdout.decode().splitlines()))
+    assert [row["offered_rps"] for row in rows] == ["5", "10"]
+    for row in rows:
+        assert row["refused"] == "0" and 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
+        assert 0 <= float(row["itl_p50_ms"]) <= float(row["itl_p99_ms"])
+    assert not plot or (tmp_path / "load.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.fixture
@@ -27,7 +41,7 @@ def client(monkeypatch):
     def fail(self, reason):
         raise AssertionError(reason)
     monkeypatch.setattr(soak.Client, "fail", fail)
-    client = soak.Client(None, [{"request": {}, "output": [5, 6, 7]}], 0)
+    client = soak.Client(None, None, "model.bin", [{"request": {}, "output": [5, 6, 7]}], 0)
     client.pending[1] = {"case": 0, "stream": True, "seen": [], "deadline": False, "cancelled": False, "cancel_after": None}
     client.connection = Answers()
     return client
