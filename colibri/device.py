@@ -207,6 +207,7 @@ class DeviceMemory:
 
     def visible(self, array):
         """The array's own address if it is pinned, or else that of a page-locked copy, the same one each time."""
+        self._enter()
         start = array.ctypes.data
         if not any(0 <= start - pinned.ctypes.data <= pinned.nbytes - array.nbytes for pinned in self._registered):
             if self._staging is None or self._staging.nbytes < array.nbytes:

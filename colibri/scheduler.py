@@ -19,8 +19,7 @@ PREFILL_CHUNK = {"host": 64, "cuda": 256}  # tokens, by backend: see README
 class Scheduler:
     """Runs requests on an engine.
 
-    deliver: called on the scheduler's thread with a list of requests that have new tokens or have ended, at most once
-             until take() has fetched them
+    deliver: called on the scheduler's thread when requests have new tokens or have ended, once until take() fetches them
     Requests wait in the order of their arrival, at most queue_size of them beyond the engine's slots. A turn is one step
     of decoding for all that run, then one chunk of the prompt that waits longest. Where a prompt is cut depends on the
     prompt alone, so that its bits do too, on a GPU as well. submit(), cancel(), look() and stop() may be called by any
@@ -137,7 +136,13 @@ class Scheduler:
         else:
             self._waiting[item] = None
             if item.deadline < math.inf:
-                heapq.heappush(self._deadlines, (item.deadline, next(self._ties), item))
+                self._watch(item)
+
+    def _watch(self, request):
+        if len(self._deadlines) > 2 * self.num_unfinished + 64:  # most have ended, long before their deadlines
+            self._deadlines = [entry for entry in self._deadlines if entry[2].finish is None]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (request.deadline, next(self._ties), request))
 
     def _sweep(self):
         """Ends what was cancelled, or has passed its deadline."""

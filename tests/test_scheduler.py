@@ -203,6 +203,19 @@ def test_deadlines(scheduler):
     assert late.times[-1] < late.deadline + 0.05
 
 
+def test_deadlines_of_what_has_ended_are_forgotten(scheduler):
+    """Also while one with an earlier deadline runs on."""
+    now = time.monotonic()
+    scheduler.submit(first := request(b"abc", 400, deadline=now + 1000))
+    for number in range(200):
+        scheduler.submit(item := request(b"x", 1, deadline=now + 2000 + number))
+        finish(scheduler, item)
+    assert len(scheduler._deadlines) < 100 and first in [entry[2] for entry in scheduler._deadlines]
+    scheduler.cancel(first)
+    turn(scheduler)
+    assert first.finish == "cancelled"
+
+
 def test_a_deadline_within_prefill(scheduler):
     slow = request(bytes(500), 5, deadline=time.monotonic() + 0.05)
     scheduler.submit(slow)
