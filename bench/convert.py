@@ -1,11 +1,13 @@
-"""Conversion speed and memory against cp of the same file: python -m bench.convert [--gib 1] [--runs 5]
+"""Conversion speed and memory against cp of the same files: python -m bench.convert [--gib 1] [--runs 5] [--sharded]
 
-Generates a GPT-style checkpoint of f16 noise, then alternates cp, cp followed by sync of the copy, and the converter,
+Generates a GPT-style checkpoint of f16 noise, one .pt or a folder of safetensors shards, then alternates cp, cp followed by sync of the copy, and the converter,
 each a process of its own with the checkpoint in the page cache. Ratios are medians over neighbours, so a busy machine
 hits both. The converter waits until its output is on the disk, as the second does and the first does not.
 """
 
 import argparse
+import json
+import math
 import os
 import statistics
 import struct
@@ -20,10 +22,11 @@ import numpy as np
 
 EXPERTS, HIDDEN, FFN = 32, 1024, 3584
 LAYER_BYTES = 2 * EXPERTS * 2 * HIDDEN * FFN
+SHARD_BYTES = 1 << 30
 
 
-def write_checkpoint(path, num_layers):
-    """A .pt of torch.save's form, written a matrix at a time: two f16 matrices an expert, and routers."""
+def tensors(num_layers):
+    """({name: shape}, what a matrix's values are cut from): two f16 matrices an expert, and routers."""
     shapes = {}
     for layer in range(num_layers):
         name = f"transformer.h.{layer}.mlp."
@@ -31,7 +34,35 @@ def write_checkpoint(path, num_layers):
         for expert in range(EXPERTS):
             shapes[f"{name}experts.{expert}.w1.weight"] = (FFN, HIDDEN)
             shapes[f"{name}experts.{expert}.w2.weight"] = (HIDDEN, FFN)
-    noise = np.random.default_rng(0).standard_normal(FFN * HIDDEN, np.float32).astype(np.float16)
+    return shapes, np.random.default_rng(0).standard_normal(FFN * HIDDEN, np.float32).astype(np.float16)
+
+
+def write_shards(folder, num_layers):
+    """A folder of safetensors shards, each full up to the tensor that no longer fits in, and their index."""
+    shapes, noise = tensors(num_layers)
+    shards, home = [], {}
+    for name, (rows, columns) in shapes.items():
+        if not shards or shards[-1][1] + 2 * rows * columns > SHARD_BYTES:
+            shards.append([{}, 0])
+        header, end = shards[-1]
+        shards[-1][1] += 2 * rows * columns
+        header[name] = {"dtype": "F16", "shape": [rows, columns], "data_offsets": [end, shards[-1][1]]}
+        home[name] = len(shards)
+    files = {number: f"model-{number:05}-of-{len(shards):05}.safetensors" for number in set(home.values())}
+    folder.mkdir()
+    for number, (header, _) in enumerate(shards, 1):
+        with open(folder / files[number], "wb") as file:
+            text = json.dumps(header).encode()
+            file.write(len(text).to_bytes(8, "little") + text)
+            for key, entry in enumerate(header.values()):
+                file.write(np.roll(noise, key)[:math.prod(entry["shape"])].tobytes())
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {name: files[number] for name, number in home.items()}}))
+
+
+def write_pt(path, num_layers):
+    """A .pt of torch.save's form, written a matrix at a time."""
+    shapes, noise = tensors(num_layers)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}(" + b"".join(
             _string(name) + b"ctorch._utils\n_rebuild_tensor_v2\n((" + _string("storage") + b"ctorch\nHalfStorage\n"
@@ -67,23 +98,26 @@ def measure(command):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=1, help="size of the checkpoint")
+    parser.add_argument("--gib", type=float, default=1, help="least size of the checkpoint")
+    parser.add_argument("--sharded", action="store_true", help="a folder of safetensors instead of a .pt")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--directory", help="where to work (default: the temporary directory)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         checkpoint, copy, output = (Path(directory) / name for name in ("moe.pt", "copy.pt", "moe.bin"))
-        write_checkpoint(checkpoint, max(1, round(options.gib * 2 ** 30 / LAYER_BYTES)))
+        (write_shards if options.sharded else write_pt)(checkpoint, math.ceil(options.gib * 2 ** 30 / LAYER_BYTES))
+        files = checkpoint.iterdir() if options.sharded else [checkpoint]
+        megabytes = sum(file.stat().st_size for file in files) / 1e6
         convert = [sys.executable, "-m", "converter", checkpoint, output, "--force", "--k", "2", "--activation", "gelu",
                    "--renormalize"]
         cp, synced, converter, peaks = [], [], [], []
         for _ in range(options.runs):
-            cp.append(measure(["cp", checkpoint, copy])[0])
-            synced.append(measure(["sh", "-c", 'cp "$0" "$1" && sync "$1"', checkpoint, copy])[0])
+            cp.append(measure(["cp", "-rT", checkpoint, copy])[0])
+            synced.append(measure(["sh", "-c", 'cp -rT "$0" "$1" && find "$1" -type f -exec sync {} +', checkpoint,
+                                   copy])[0])
             seconds, peak = measure(convert)
             converter.append(seconds)
             peaks.append(peak)
-        megabytes = checkpoint.stat().st_size / 1e6
         for name, other in (("cp", cp), ("cp and sync", synced)):
             ratio = statistics.median(a / b for a, b in zip(converter, other))
             print(f"converter / {name}: {ratio:.2f} (median of {options.runs})")

@@ -65,12 +65,12 @@ class Stack:
                 layer["router"] = self.routers[index].ctypes.data
                 layer["experts_up"] = self.weights.ctypes.data + index * (UP_BYTES + DOWN_BYTES)
                 layer["experts_down"] = layer["experts_up"] + UP_BYTES
-            state = np.frombuffer(mmap.mmap(-1, self.library.state_bytes(0, LAYERS, 1)), np.uint8)
+            state = np.frombuffer(mmap.mmap(-1, self.library.state_bytes(0, header.ctypes.data, 1)), np.uint8)
             model = np.zeros(self.library.model_bytes(), np.uint8)
             self.library.bind(model.ctypes.data, 0, header.ctypes.data, weights.ctypes.data, layers.ctypes.data,
                               state.ctypes.data, batch.ctypes.data, 1, threads, None)
             offset = 0
-            for buffer in self.library.headers.state_buffers(LAYERS, 1):
+            for buffer in self.library.headers.state_buffers(header[0], 1):
                 if buffer.name == "x":
                     x = state[offset:].view(np.float32)[:buffer.rows * HIDDEN].reshape(-1, HIDDEN)
                 offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096

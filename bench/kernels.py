@@ -82,11 +82,11 @@ class Bench:
         memory = (ctypes.c_uint8 * structs["Batch"].itemsize).from_address(self.batch)
         self.fields = np.frombuffer(memory, structs["Batch"])
         self.fields.view(np.uint8)[:] = 0
-        size = self.library.state_bytes(1, layers, 1)
+        size = self.library.state_bytes(1, header.ctypes.data, 1)
         self.state = self.allocate(size)
         call("cuMemsetD8", self.state, 0, size)
         self.offsets, offset = {}, 0
-        for buffer in self.library.headers.state_buffers(layers, 1):
+        for buffer in self.library.headers.state_buffers(header[0], 1):
             self.offsets[buffer.name] = self.state + offset
             offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from json.encoder import encode_basestring_ascii
 
 from colibri.requests import Refused, cancelled_id, parse
 
@@ -214,7 +215,7 @@ class Lines(Connection):
         if request.stream:
             identity = json.dumps(request.id)
             for token, piece in request.news():
-                text = f', "text": {json.dumps(piece)}' if request.used else ""
+                text = f', "text": {encode_basestring_ascii(piece)}' if request.used else ""
                 self.write(f'{{"id": {identity}, "token": {token}{text}}}\n'.encode())
         if request.is_over:
             del self.running[request.id]

@@ -21,6 +21,7 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from colibri.graphs import GraphCache
+from colibri.headers import default, in_mask
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
 PIECE_BYTES = 128 << 20                      # of the model's file that is registered at a time ...
@@ -96,6 +97,13 @@ def memory_info():
         return call("cuMemGetInfo")
     finally:
         call("cuDevicePrimaryCtxRelease", gpu().handle)
+
+
+def check_weights(checkpoint):
+    """That the kernels can be built for a model's weights."""
+    if checkpoint.header["weight_dtype"] == default().constants["DTYPE_F32"]:
+        raise ColibriError(f"{checkpoint.path}: weight_dtype=f32, expected f16 or bf16 on a GPU; convert the model with "
+                           "--dtype bf16, or run it with --backend host")
 
 
 def check_library(library):
@@ -244,27 +252,35 @@ class DeviceMemory:
             call("cuCtxSetCurrent", self._context)
 
     def _launch_combinations(self, model, num_tokens, num_logits=0):
-        """A step in parts, cut after each router: the experts that it chose name the graph of the next part."""
+        """A step in parts, cut where a layer has its router: the experts that it chose name the graph of the next part."""
         if model not in self._routing:
             self._routing[model] = self._find_routing(model)
-        ids, address, num_layers = self._routing[model]
-        chosen = ()
-        for part in range(num_layers + 1):
-            enqueue = functools.partial(self._library.forward_part, model, num_tokens, num_logits, part)
-            self.graphs.get_or_create((model, num_logits, part, chosen), enqueue)
-            if part < num_layers:
+        ids, address, has_router = self._routing[model]
+        for part in range(len(has_router)):
+            chosen = ()
+            if has_router[part]:
                 call("cuMemcpyDtoHAsync", ids.ctypes.data, address, ids.nbytes, self._stream)
                 self.sync()
                 chosen = tuple(sorted(ids.tolist()))
+            enqueue = functools.partial(self._library.forward_part, model, num_tokens, num_logits, part)
+            self.graphs.get_or_create((model, num_logits, part, chosen), enqueue)
 
     def _find_routing(self, model):
-        """A page-locked copy of expert_ids' first row, its address on the device, and the number of layers."""
-        struct = self._library.headers.structs["Model"]
-        fields = np.frombuffer((ctypes.c_char * struct.itemsize).from_address(model), struct)[0]
+        """A page-locked copy of expert_ids' first row, its address on the device, and whether a part begins with the
+        experts that the part before it chose: the first does not, nor does one after a layer without a router."""
         ids = self._allocate_pinned(4 * self._library.baked["k"]).view(np.int32)
-        return ids, int(fields["state"]["expert_ids"]), int(fields["header"]["num_layers"])
+        return ids, int(self._fields(model)["state"]["expert_ids"]), self._has_router(model)
 
-    def precapture(self, model, num_layers):
+    def _has_router(self, model):
+        header = self._fields(model)["header"]
+        return [False] + [not in_mask(header["dense_layers"], layer) for layer in range(int(header["num_layers"]))]
+
+    def _fields(self, model):
+        """struct Model at that address."""
+        struct = self._library.headers.structs["Model"]
+        return np.frombuffer((ctypes.c_char * struct.itemsize).from_address(model), struct)[0]
+
+    def precapture(self, model):
         """Makes every graph of decoding ahead: of each batch size, or of each layer and combination of experts."""
         forward, baked = self._library.forward, self._library.baked
         if baked["vocab_size"] == 0 or self.dispatch == "dynamic":
@@ -274,9 +290,9 @@ class DeviceMemory:
                 self.graphs.create((id(forward), model, size, size), functools.partial(forward, model, size, size))
             return
         combinations = list(itertools.combinations(range(baked["num_experts"]), baked["k"]))
-        for part in range(num_layers + 1):
+        for part, has_router in enumerate(self._has_router(model)):
             enqueue = functools.partial(self._library.forward_part, model, 1, 1, part)
-            for chosen in combinations if part else [()]:
+            for chosen in combinations if has_router else [()]:
                 self.graphs.create((model, 1, part, chosen), enqueue)
 
     def _capture(self, enqueue):

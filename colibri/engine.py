@@ -57,17 +57,28 @@ class Engine:
         self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
         if dispatch not in (None, *DISPATCH):
             raise ColibriError(f"--dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
+        try:
+            self._place(memory, dispatch)
+        except ColibriError as error:
+            if backend != "auto" or dispatch or memory is HostMemory:
+                raise
+            self.why_host = str(error)
+            self.library = open_library(self.checkpoint, "host", build)
+            self._place(HostMemory, dispatch)
+        self._free_slots = list(range(self.num_slots))[::-1]
+        self.path = self.library.path(self.memory.code).decode()
+        whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
+        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit"))
+        self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
+
+    def _place(self, memory, dispatch):
+        """Opens a backend's memory and puts the model there."""
         self.memory = memory(self.library, dispatch)
         try:
             self._bind()
         except BaseException:
             self.memory.close()
             raise
-        self._free_slots = list(range(self.num_slots))[::-1]
-        self.path = self.library.path(self.memory.code).decode()
-        whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
-        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit"))
-        self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
 
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""
@@ -75,9 +86,10 @@ class Engine:
         library.watch(self.checkpoint.path, self.checkpoint.data)
         header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
         header["num_layers"] = self.num_layers
-        self._buffers = {buffer.name: buffer for buffer in
-                         library.headers.state_buffers(self.num_layers, self.num_slots)}
-        state_bytes = library.state_bytes(memory.code, self.num_layers, self.num_slots)
+        self._buffers = {buffer.name: buffer for buffer in library.headers.state_buffers(header[0], self.num_slots)}
+        sizes = library.headers.cache_values(header[0])
+        self.max_piece, self._is_limited = sizes["max_piece"], sizes["is_limited"]
+        state_bytes = library.state_bytes(memory.code, header.ctypes.data, self.num_slots)
         cache_bytes = sum(buffer.rows * buffer.columns * buffer.dtype.itemsize for name, buffer in self._buffers.items()
                           if name.endswith("_cache"))
         memory.reserve({"weights": sum(view.nbytes for view in self.checkpoint.tensors.values()),
@@ -119,6 +131,7 @@ class Engine:
         samplers: None, or for each session a Sampler, or None where its next token is not wanted
         every:    logits after every token, not only after each session's last
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
+        A session that a step fails for is as it was; of a model with windows, if its tokens were at most max_piece.
         """
         with self._open():
             work = self._check_work(work)
@@ -130,31 +143,35 @@ class Engine:
             return self._step(work, samplers, False)
 
     def _step(self, work, samplers, every):
-        before = [(session, session.length) for session, _ in work]
+        before = [session.length for session, _ in work]
         try:
             return self._run_all(work, samplers, every)
-        except BaseException:  # a session that a step failed for is as it was
-            for session, length in before:
-                session.length = length
+        except BaseException:
+            for (session, tokens), length in zip(work, before):
+                if len(tokens) <= self.max_piece or not self._is_limited:  # else a ring has lost what is before them
+                    session.length = length
             raise
 
     def _run_all(self, work, samplers, every):
-        results = []
-        pending = [(*item, sampler) for item, sampler in zip(work, samplers or [None] * len(work))]
+        pending, num_rows = [], 0
+        for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
+            pending.append((session, tokens, sampler, num_rows))
+            num_rows += len(tokens) if every else 1
+        is_sampled = samplers is not None
+        results = ([None] * num_rows if is_sampled else
+                   np.empty((num_rows, self.checkpoint.header["vocab_size"]), np.float32))
         while pending:
-            pending, num_tokens, num_logits, taken = self._fill(pending, samplers is not None, every)
-            self._run(self.library.forward, num_tokens, num_logits)
-            if samplers is not None:
-                results += self._fields["sampled"][:num_logits].tolist()
-            elif num_logits:
-                results.append(self.state("logits", num_logits).copy())
-                _check_finite("step: the logits", results[-1], sum(map(len, results[:-1])))
+            pending, num_tokens, rows, taken = self._fill(pending, is_sampled, every)
+            self._run(self.library.forward, num_tokens, len(rows))
+            if is_sampled:
+                for row, token in zip(rows, self._fields["sampled"][:len(rows)].tolist()):
+                    results[row] = token
+            elif rows:
+                results[rows] = self.state("logits", len(rows))
+                _check_finite("step: the logits", results[rows], rows)
             for session, count in taken:
                 session.length += count
-        if samplers is None:
-            return np.concatenate(results)
-        tokens = iter(results)
-        return [next(tokens) if sampler else None for sampler in samplers]
+        return results
 
     def stack(self, x):
         """Runs states x (num_tokens, hidden) through a bare stack of MoE layers; returns float32 of its shape."""
@@ -177,7 +194,7 @@ class Engine:
                 self._fields["num_logits"][0] = 0
                 self._run(self.library.forward_stack, len(rows))
                 y[start:start + len(rows)] = self.state("x", len(rows))
-                _check_finite("stack: the result", y[start:start + len(rows)], start)
+                _check_finite("stack: the result", y[start:start + len(rows)], range(start, start + len(rows)))
         return y
 
     def room(self, num_tokens):
@@ -232,7 +249,7 @@ class Engine:
     def precapture(self):
         """Makes the graphs of decoding now rather than at the first steps that need them."""
         with self._open():
-            self.memory.precapture(self._address, self.num_layers)
+            self.memory.precapture(self._address)
 
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""
@@ -300,29 +317,34 @@ class Engine:
         return tokens
 
     def _fill(self, pending, is_sampled, every):
-        """Fills the batch with as many tokens as fit. Returns what is left, the batch's two sizes, and what it took."""
-        taken, tokens, rows, drawn = [], [], [], []
-        num_tokens, pending = 0, pending[::-1]
-        while pending and num_tokens < self.max_tokens:
-            session, rest, sampler = pending.pop()
-            count = min(len(rest), self.max_tokens - num_tokens)
+        """Fills the batch with as many tokens as fit, of no session more than its cache bears.
+
+        pending: [(session, tokens, sampler or None, row of the result for the first logits)]
+        Returns what is left of it, the number of tokens, the rows of the result that the logits are, and what it took.
+        """
+        left, taken, tokens, rows, logit_rows, drawn = [], [], [], [], [], []
+        num_tokens = 0
+        for session, rest, sampler, row in pending:
+            count = min(len(rest), self.max_piece, self.max_tokens - num_tokens)
+            wanted = 0 if is_sampled and sampler is None else count if every else int(count == len(rest))
+            if count < len(rest):
+                left.append((session, rest[count:], sampler, row + wanted))
+            if count == 0:
+                continue
             tokens.append(rest[:count])
             num_tokens += count
             taken.append((session, count))
-            if every:
-                rows += range(num_tokens - count, num_tokens)
-            elif count == len(rest) and (sampler or not is_sampled):
-                rows.append(num_tokens - 1)
-                drawn.append((sampler, session.length + count))
-            if count < len(rest):
-                pending.append((session, rest[count:], sampler))
+            for i in range(wanted):
+                logit_rows.append(num_tokens - wanted + i)
+                drawn.append((sampler, session.length + count - wanted + i + 1))
+                rows.append(row + i)
         self._set_tokens(taken, tokens, num_tokens)
         fields = self._fields
-        fields["logit_rows"][:len(rows)] = rows
+        fields["logit_rows"][:len(rows)] = logit_rows
         fields["num_tokens"][0], fields["num_logits"][0], fields["sample"][0] = num_tokens, len(rows), is_sampled
         if is_sampled:
             self._set_samplers(drawn)
-        return pending[::-1], num_tokens, len(rows), taken
+        return left, num_tokens, rows, taken
 
     def _set_tokens(self, taken, tokens, num_tokens):
         """taken: [(session, how many tokens)], tokens: [those]"""
@@ -427,7 +449,9 @@ def load_library(checkpoint, backend, build_missing):
     if backend != "host":
         from colibri import device  # imports cuda.bindings: not on the host's way
         try:
-            library = open_library(checkpoint, device.arch(), build_missing)
+            arch = device.arch()
+            device.check_weights(checkpoint)
+            library = open_library(checkpoint, arch, build_missing)
             device.check_library(library)
             return library, device.DeviceMemory, ""
         except ColibriError as error:
@@ -470,7 +494,7 @@ def check_threads(threads):
 
 
 def _check_samplers(samplers, count):
-    """The samplers as a list, with None for None."""
+    """The samplers as a list, or None for None."""
     if samplers is None:
         return None
     samplers = [sampler and check_sampler(sampler) for sampler in samplers]
@@ -479,11 +503,11 @@ def _check_samplers(samplers, count):
     return samplers
 
 
-def _check_finite(what, rows, first):
-    """That rows, of which the first is number `first` of what is returned, hold neither NaN nor inf."""
+def _check_finite(what, rows, numbers):
+    """That rows, which are those of these numbers in what is returned, hold neither NaN nor inf."""
     finite = np.isfinite(rows)
     if not finite.all():
-        row = first + int(np.argmin(finite.all(axis=1)))
+        row = numbers[np.argmin(finite.all(axis=1))]
         raise ColibriError(f"{what}: row {row} holds NaN or inf, expected finite numbers; the weights or the input "
                            "hold NaN, inf or numbers too large")
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 NATIVE = Path(__file__).resolve().parent.parent / "native"
-SCALARS = {"char": "S1", "int32_t": "<i4", "uint16_t": "<u2", "uint32_t": "<u4", "uint64_t": "<u8", "float": "<f4"}
+SCALARS = {"char": "S1", "int32_t": "<i4", "int64_t": "<i8", "uint16_t": "<u2", "uint32_t": "<u4", "uint64_t": "<u8",
+           "float": "<f4"}
 POINTER = "<u8"
 ARGUMENTS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
              "char *": ctypes.c_char_p, "void *": ctypes.c_void_p}
@@ -77,9 +78,18 @@ class Headers:
             scope[name] = evaluate(expression, scope)
         return scope
 
-    def state_buffers(self, num_layers, num_slots):
+    def cache_values(self, header):
+        """CACHE_VALUES by name, with num_layers and num_windowed. header: a mapping with BinHeader's fields."""
+        layers = int(header["num_layers"])
+        names = {"num_layers": layers, "window": int(header["window"]),
+                 "num_windowed": sum(in_mask(header["window_layers"], layer) for layer in range(layers))}
+        for name, expression in map(_columns, self.tables["CACHE_VALUES"]):
+            names[name] = evaluate(expression, {**self.constants, **names})
+        return names
+
+    def state_buffers(self, header, num_slots):
         """STATE_BUFFERS as [Buffer(name, numpy dtype, rows, columns)], in the order of the state block."""
-        names = {**self.constants, "num_layers": num_layers, "num_slots": num_slots}
+        names = {**self.constants, **self.cache_values(header), "num_slots": num_slots}
         rows = [_columns(row) for row in self.tables["STATE_BUFFERS"]]
         return [Buffer(name, np.dtype(SCALARS[kind]), evaluate(count, names), evaluate(width, names))
                 for name, kind, count, width in rows]

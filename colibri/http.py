@@ -37,19 +37,21 @@ class Http(Connection):
         self._head, self._body = None, bytearray()
         self._is_busy = False  # a response is due: the next request is not read yet
         self._answer = None    # of the completion that runs
+        self._task = None      # of /metrics: the loop alone would not keep it
 
     def consume(self, count):
-        while not self._is_busy and not self.is_closing:
+        while count and not (self._is_busy or self.is_closing):
             try:
                 event = self._h11.next_event()
-                if event is h11.NEED_DATA:
-                    if not self._input:
-                        break
+                if event is not h11.NEED_DATA:
+                    self._event(event)
+                    count -= isinstance(event, h11.EndOfMessage)
+                elif self._input:
                     data = bytes(self._input)
                     self._input.clear()
                     self._h11.receive_data(data)
-                    continue
-                self._event(event)
+                else:
+                    break
             except h11.RemoteProtocolError as error:
                 refused = Refused(f"HTTP: {error}, expected an HTTP/1.1 request")
                 self.server.refused(refused)
@@ -60,7 +62,7 @@ class Http(Connection):
         if len(self._input) > self.server.reader.max_bytes:
             self.drop("sent more while its request was running")
         self.flush()
-        return False
+        return count == 0
 
     def is_within_message(self):
         return self._h11.their_state is h11.SEND_BODY or bool(self._h11.trailing_data[0])
@@ -93,7 +95,7 @@ class Http(Connection):
             wrong = "shutting down" if self.server.is_draining else self.server.health()
             self._respond(503 if wrong else 200, {"status": wrong or "ready"})
         elif path == "/metrics":
-            self.server.loop.create_task(self._metrics())
+            self._task = self.server.loop.create_task(self._metrics())
         elif path == "/v1/models":
             self._respond(200, {"object": "list", "data": [{"id": self.server.name, "object": "model", "created": 0,
                                                             "owned_by": "colibri"}]})
@@ -194,6 +196,8 @@ class _Answer:
         self._fields = {"id": self.id, "object": "text_completion", "created": self._created, "model": server.name}
         if self._is_chat:
             self._fields["object"] = "chat.completion.chunk" if self.request.stream else "chat.completion"
+        mark = "\0"  # where a piece of text goes in an event that is made once
+        self._event = json.dumps({**self._fields, "choices": [self._choice(mark, None)]}).split(json.dumps(mark))
 
     def _values(self, body):
         """The fields of a request; null is a field left out."""
@@ -251,7 +255,7 @@ class _Answer:
             yield json.dumps({**self._fields, "choices": [choice]}).encode()
         text = self._piece()
         if text:
-            yield json.dumps({**self._fields, "choices": [self._choice(text, None)]}).encode()
+            yield json.dumps(text).join(self._event).encode()
         if request.is_over and request.error:
             yield json.dumps(_error_body(request.error)).encode()
         elif request.is_over:

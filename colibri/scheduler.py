@@ -12,8 +12,8 @@ import traceback
 from colibri.errors import ColibriError
 from colibri.requests import Refused, Request
 
-STEP_TOKENS = 64  # at most in a call, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
-PREFILL_CHUNK = {"host": 64, "cuda": 256}  # tokens, by backend: see README
+STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
+PREFILL_CHUNK = {"host": 8, "cuda": 256}  # tokens, by backend: the host's takes as long as a step of 8 requests
 
 
 class Scheduler:
@@ -21,13 +21,13 @@ class Scheduler:
 
     deliver: called on the scheduler's thread when requests have new tokens or have ended, once until take() fetches them
     Requests wait in the order of their arrival, at most queue_size of them beyond the engine's slots. A turn is one step
-    of decoding for all that run, then one chunk of the prompt that waits longest. Where a prompt is cut depends on the
-    prompt alone, so that its bits do too, on a GPU as well. submit(), cancel(), look() and stop() may be called by any
-    one other thread.
+    of decoding for all that run, then one chunk of the prompt that waits longest. submit(), cancel(), look() and stop()
+    may be called by any one other thread.
     """
 
     def __init__(self, engine, queue_size, prefill_chunk, deliver):
-        self.engine, self.queue_size, self.prefill_chunk = engine, queue_size, prefill_chunk
+        self.engine, self.queue_size = engine, queue_size
+        self.prefill_chunk = min(prefill_chunk, engine.max_piece)  # a call each, which has succeeded or not
         self.steps = {"prefill": 0, "decode": 0}
         self.step_began = None         # monotonic seconds, while a step runs
         self.failure = None            # why the thread ended, if by itself
@@ -201,16 +201,26 @@ class Scheduler:
             if token is not None:
                 self._add(request, token, now)
 
+    def _chunk(self):
+        """Tokens of a prompt in this turn. The bits do not depend on it: beyond STEP_TOKENS it is the same each time.
+
+        As many tokens as there are requests that decode take about as long as their step.
+        """
+        if self.prefill_chunk > STEP_TOKENS:
+            return self.prefill_chunk
+        wanted = max(self.prefill_chunk, len(self._running)) if self._running else STEP_TOKENS
+        return min(wanted, STEP_TOKENS, self.engine.max_piece)
+
     def _prefill(self):
         """One call: the next chunk of the oldest prompt, with those of others where all are short."""
         oldest = self._prefilling[0]
         if oldest.rows is not None:
             self._run_rows(oldest)
             return
-        chosen, total = [], 0
+        chosen, total, chunk = [], 0, self._chunk()
         for request in self._prefilling:
-            count = min(self.prefill_chunk, len(request.prompt) - request.prefilled)
-            if request.rows is not None or chosen and total + count > min(STEP_TOKENS, self.prefill_chunk):
+            count = min(chunk, len(request.prompt) - request.prefilled)
+            if request.rows is not None or chosen and total + count > min(STEP_TOKENS, chunk):
                 break
             chosen.append((request, count))
             total += count

@@ -31,7 +31,7 @@ class HostMemory:
       write(address, array) puts a C-contiguous array there
       visible(array)        -> address at which a step reads a C-contiguous array; the array stays as it is until sync()
       pin(array)            page-locks a caller's array, until close(), for visible() to name it as it lies; returns it
-      precapture(model, num_layers)  makes a GPU's graphs for decoding ahead; an error on the host
+      precapture(model)     makes a GPU's graphs for decoding ahead; an error on the host
       close()               gives everything back; nothing is used afterwards
       read_bandwidth(checkpoint, threads)  -> bytes a second that this memory can be read with, measured now
       figures()             -> what a run's figures say about this memory, {} or {"device": {...}}
@@ -78,7 +78,7 @@ class HostMemory:
     def pin(self, array):
         return array
 
-    def precapture(self, model, num_layers):
+    def precapture(self, model):
         _needs_gpu("--precapture: given")
 
     def close(self):

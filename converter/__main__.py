@@ -67,6 +67,9 @@ def parser():
     p.add_argument("--activation", help="silu, gelu (exact) or relu")
     p.add_argument("--renormalize", action=argparse.BooleanOptionalAction,
                    help="divide the k weights by their sum, or not")
+    p.add_argument("--num-groups", type=int, help="groups of experts, of which a token chooses some (default: 1)")
+    p.add_argument("--topk-groups", type=int, help="groups that a token may choose from (default: 1)")
+    p.add_argument("--routed-scaling", type=float, help="factor of the k weights (default: 1)")
     p.add_argument("--dtype", choices=["keep", "f16", "bf16", "f32"], default="keep",
                    help="of the matrices (default: keep the checkpoint's; float64 becomes f32)")
     p.add_argument("--format", choices=["v2", "v1"], default="v2",
@@ -82,13 +85,14 @@ def parser():
 
 
 # What a checkpoint is: everything that its conversion depends on.
-Plan = namedtuple("Plan", "input family fields bare where config eos tokenizer renamed unknown")
+Plan = namedtuple("Plan", "input family fields bare where config eos tokenizer renamed unknown absent")
 
 
 def understand(options):
     """The Plan of a checkpoint, its tensors not yet sorted."""
-    flags = {"k": options.k, "activation": options.activation, "renormalize": options.renormalize}
+    flags = {field: getattr(options, field) for field in config.ASKED}
     settings = config.load(options.config, options.checkpoint)
+    unknown, absent = ([], []) if options.inspect else (None, None)  # --inspect lists what is otherwise an error
     if v1.is_v1(options.checkpoint):
         others = config.missing_flags(settings, flags, ["activation", "renormalize"])
         tensors, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k, others)
@@ -96,13 +100,14 @@ def understand(options):
     else:
         if options.hidden is not None or options.ffn is not None:
             raise ColibriError("--hidden, --ffn: only for a version 1 .bin, which has no dimensions; drop them")
-        found = inputs.read(options.checkpoint)
+        found = inputs.read(options.checkpoint, absent)
     tensors = sources.stripped(found.tensors, options.checkpoint)
     renamed = len(tensors.keys() - found.tensors.keys())
-    bare, unknown = "model_type" not in settings.values, []
+    bare = "model_type" not in settings.values
     if bare:
         family, sizes = sources.bare_family(tensors, options.checkpoint)
-        fields = config.bare_fields(family, sizes, settings, flags, unknown if options.inspect else None)
+        fields = config.bare_fields(family, sizes, settings, flags, unknown)
+        found.warnings.extend(config.doubts(family, settings, flags, options.checkpoint))
     else:
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)
@@ -110,7 +115,7 @@ def understand(options):
     eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
     fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))
     return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, eos,
-                tokenizer, renamed, unknown)
+                tokenizer, renamed, unknown, absent)
 
 
 def convert(options):

@@ -41,14 +41,13 @@ def zeros():
 def basics(c, **fields):
     """Every header field of the plainest family, GQA with RMS norms, then `fields` in their place."""
     hidden, num_heads = c.need("hidden_size|d_model"), c.need("num_attention_heads|n_heads")
-    layers = c.need("num_hidden_layers|n_layers")
-    if not (1 <= layers <= MAX_LAYERS and num_heads):
-        raise c.bad("num_hidden_layers", layers, f"1 to {MAX_LAYERS}, and at least one head")
+    if not num_heads:
+        raise c.bad("num_attention_heads", num_heads, "at least one")
     head_dim = fields.get("head_dim") or c.get("head_dim") or hidden // num_heads
     eps = fields.pop("norm_eps", None) or c.need("rms_norm_eps", float)
     base = {
         **zeros(), **PLAIN,
-        "num_layers": layers, "hidden": hidden, "num_heads": num_heads, "head_dim": head_dim, "v_head_dim": head_dim,
+        "num_layers": num_layers(c), "hidden": hidden, "num_heads": num_heads, "head_dim": head_dim, "v_head_dim": head_dim,
         "num_kv_heads": c.get("num_key_value_heads", default=num_heads), "vocab_size": c.need("vocab_size"),
         "max_positions": c.need("max_position_embeddings|max_seq_len"), "activation": activation(c),
         "attention_scale": head_dim ** -0.5, "norm_kind": NORM_RMS, "norm_eps": eps, "final_norm_eps": eps,
@@ -63,6 +62,14 @@ def basics(c, **fields):
     return {**base, **rotary, **fields}
 
 
+def num_layers(c):
+    """Checked at once: lists as long as this are made of it."""
+    layers = c.need("num_hidden_layers|n_layers")
+    if not 1 <= layers <= MAX_LAYERS:
+        raise c.bad("num_hidden_layers", layers, f"1 to {MAX_LAYERS}")
+    return layers
+
+
 def activation(c):
     name = c.get("hidden_act|activation_function|ffn_config.ffn_act_fn.name|activation", str, "silu")
     if name not in ACTIVATIONS:
@@ -74,8 +81,8 @@ def window(c, size, layers=None):
     """The sliding window, on all layers, or on those that layer_types calls so."""
     types = c.get("layer_types", list)
     if types is None:
-        types = layers or ["sliding_attention"] * c.need("num_hidden_layers")
-    if len(types) != c.need("num_hidden_layers") or not {*map(str, types)} <= {"sliding_attention", "full_attention"}:
+        types = layers or ["sliding_attention"] * num_layers(c)
+    if len(types) != num_layers(c) or not {*map(str, types)} <= {"sliding_attention", "full_attention"}:
         raise c.bad("layer_types", types, "sliding_attention or full_attention for each layer")
     sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
     if sliding and not size:
@@ -83,10 +90,14 @@ def window(c, size, layers=None):
     return {"window": size, "window_layers": sliding} if sliding else {}
 
 
+def first_dense(c, default):
+    return [*range(min(c.get("first_k_dense_replace", default=default), num_layers(c)))]
+
+
 def dense_layers(c):
     """Qwen's choice of dense layers."""
     step, listed = c.get("decoder_sparse_step", default=1), c.get("mlp_only_layers", list, [])
-    return [i for i in range(c.need("num_hidden_layers")) if i in listed or not step or (i + 1) % step]
+    return [i for i in range(num_layers(c)) if i in listed or not step or (i + 1) % step]
 
 
 def bias(c, key="attention_bias", default=False):
@@ -97,7 +108,7 @@ def bias(c, key="attention_bias", default=False):
 def quantization(c):
     """Rows and columns of one fp8 scale; a quantization that cannot be decoded is refused."""
     c.accept("quantization_config.quant_method", ["fp8", "mxfp4"])
-    c.accept("quantization_config.fmt", ["e4m3"])
+    c.accept("quantization_config.fmt", ["e4m3", "float8_e4m3fn"])
     block = c.get("quantization_config.weight_block_size", list, [128, 128])
     if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise c.bad("quantization_config.weight_block_size", block, "two sizes")
@@ -106,7 +117,8 @@ def quantization(c):
 
 def mixtral(c):
     size = c.get("sliding_window")
-    return basics(c, ffn=c.need("intermediate_size"), renormalize=1, **(window(c, size) if size else {}))
+    return basics(c, ffn=c.need("intermediate_size"), renormalize=1, rope_theta=1e6,
+                  **(window(c, size) if size else {}))
 
 
 def olmoe(c):
@@ -116,7 +128,7 @@ def olmoe(c):
 
 def qwen2_moe(c):
     alternate = ["sliding_attention" if i % 2 == 0 and i < c.get("max_window_layers", default=28) else "full_attention"
-                 for i in range(c.need("num_hidden_layers"))]
+                 for i in range(num_layers(c))]
     sliding = window(c, c.get("sliding_window", default=4096), alternate) if c.flag("use_sliding_window") else {}
     return basics(c, ffn=c.need("moe_intermediate_size"), renormalize=c.flag("norm_topk_prob"),
                   qkv_bias=c.flag("qkv_bias", True), dense_layers=dense_layers(c),
@@ -149,14 +161,15 @@ def gpt_oss(c):
     if not c.get("rope_scaling|rope_parameters", dict):
         c = Values({**c.values, "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False,
                                                     "original_max_position_embeddings": 4096}}, c.where)
-    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(c.need("num_hidden_layers"))]
+    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
     return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_TOPK_SOFTMAX, router_logit_bias=1,
                   expert_bias=1, activation=ACTIVATION_CLAMPED, swiglu_alpha=c.get("swiglu_alpha", float, 1.702),
                   swiglu_limit=c.get("swiglu_limit", float, 7.0), sinks=1, rope_theta=150000.0,
                   **bias(c, default=True), **window(c, c.get("sliding_window", default=128), alternate))
 
 
-def deepseek(c, **fields):
+def deepseek(c, num_groups=1, topk_groups=1, routed_scaling=1.0, **fields):
+    """num_groups, topk_groups, routed_scaling: where the config does not tell."""
     rotated, v_dim = c.need("qk_rope_head_dim"), c.need("v_head_dim")
     dim = c.need("qk_nope_head_dim") + rotated
     scaling = Values(c.get("rope_scaling|rope_parameters", dict, {}), c.where)
@@ -168,10 +181,11 @@ def deepseek(c, **fields):
         raise c.bad("num_key_value_heads", c.get("num_key_value_heads"), f"num_attention_heads={heads}")
     return basics(c, head_dim=dim, v_head_dim=v_dim, num_kv_heads=heads, rope_dim=rotated, attention_scale=scale,
                   ffn=ffn, attention_kind=ATTENTION_LATENT, q_lora_rank=c.get("q_lora_rank", default=0),
-                  kv_lora_rank=c.need("kv_lora_rank"), num_groups=c.get("n_group", default=1),
-                  topk_groups=c.get("topk_group", default=1), routed_scaling=c.get("routed_scaling_factor", float, 1.0),
+                  kv_lora_rank=c.need("kv_lora_rank"), num_groups=c.get("n_group", default=num_groups),
+                  topk_groups=c.get("topk_group", default=topk_groups),
+                  routed_scaling=c.get("routed_scaling_factor", float, routed_scaling),
                   dense_ffn=c.need("intermediate_size"), shared_ffn=ffn * c.get("n_shared_experts", default=0),
-                  dense_layers=[*range(c.get("first_k_dense_replace", default=0))], **fields)
+                  dense_layers=first_dense(c, 0), **fields)
 
 
 def deepseek_v2(c):
@@ -181,7 +195,8 @@ def deepseek_v2(c):
 
 
 def deepseek_v3(c):
-    return deepseek(c, router_kind=ROUTER_SIGMOID, router_bias=1, renormalize=c.flag("norm_topk_prob", True),
+    return deepseek(c, num_groups=8, topk_groups=4, routed_scaling=2.5, router_kind=ROUTER_SIGMOID, router_bias=1,
+                    renormalize=c.flag("norm_topk_prob", True),
                     renormalize_min=1e-20, rope_interleaved=c.flag("rope_interleave", True))
 
 
@@ -192,12 +207,12 @@ def glm4_moe(c):
                   topk_groups=c.get("topk_group", default=1), routed_scaling=c.get("routed_scaling_factor", float, 1.0),
                   qkv_bias=c.flag("attention_bias"),
                   qk_norm=QK_NORM_HEAD * c.flag("use_qk_norm"), rope_partial=0.5, dense_ffn=c.need("intermediate_size"),
-                  dense_layers=[*range(c.get("first_k_dense_replace", default=1))],
+                  dense_layers=first_dense(c, 1),
                   shared_ffn=ffn * c.get("n_shared_experts", default=1))
 
 
 def ernie4_5_moe(c):
-    layers, ffn = c.need("num_hidden_layers"), c.need("moe_intermediate_size")
+    layers, ffn = num_layers(c), c.need("moe_intermediate_size")
     first, step = c.get("moe_layer_start_index", default=1), c.get("moe_layer_interval", default=1)
     last = c.values.get("moe_layer_end_index", -1)
     last = layers - 1 if last == -1 else c.need("moe_layer_end_index")
@@ -261,9 +276,15 @@ def read_json(path):
 
 # Bare MoE layers
 
-# Header field -> the names that a config may use for it, its kind, and its flag.
-ASKED = {"k": ("num_experts_per_tok|k", int, "--k"), "activation": ("hidden_act|activation", str, "--activation"),
-         "renormalize": ("norm_topk_prob|renormalize", bool, "--renormalize or --no-renormalize")}
+# Header field -> the names that a config may use for it, its kind, its flag, and what it is where nothing tells; None:
+# it is asked for.
+ASKED = {"k": ("num_experts_per_tok|k", int, "--k", None),
+         "activation": ("hidden_act|activation", str, "--activation", None),
+         "renormalize": ("norm_topk_prob|renormalize", bool, "--renormalize or --no-renormalize", None),
+         "num_groups": ("n_group|num_groups", int, "--num-groups", 1),
+         "topk_groups": ("topk_group|topk_groups", int, "--topk-groups", 1),
+         "routed_scaling": ("routed_scaling_factor|routed_scaling", float, "--routed-scaling", 1.0)}
+SCORES = {"softmax": ROUTER_SOFTMAX, "sigmoid": ROUTER_SIGMOID}
 SIZES = {"num_experts": "num_local_experts|num_experts", "hidden": "hidden_size|hidden",
          "ffn": "intermediate_size|ffn", "num_layers": "num_hidden_layers|num_layers"}
 
@@ -275,12 +296,12 @@ def bare_fields(family, sizes, c, flags, unknown=None):
     fields, missing = {**zeros(), **PLAIN, **sizes, **family.routing}, []
     for field, keys in SIZES.items():
         fields[field] = c.get(keys, default=fields[field])
-    for field, (keys, kind, flag) in ASKED.items():
+    for field, (keys, kind, flag, default) in ASKED.items():
         given, known = flags.get(field), c.get(keys, kind)
         if given is not None and known is not None and given != known:
             raise ColibriError(f"{flag}: {given}, but {c.where} says {json.dumps(known)[:80]}; drop the flag or "
                                "correct the config")
-        value = known if given is None else given
+        value = next((each for each in (given, known, default) if each is not None), None)
         if field == "activation" and value is not None:
             value = _activation_code(value, flag if given is not None else c.where)
         if field in family.routing:
@@ -291,13 +312,26 @@ def bare_fields(family, sizes, c, flags, unknown=None):
             missing.append(flag)
             fields["k"] = fields["k"] or 1
         else:
-            fields[field] = int(value)
+            fields[field] = float(value) if kind is float else int(value)
+    scores = c.get("scoring_func", str)
+    if scores is not None and SCORES.get(scores) != family.routing.get("router_kind", SCORES.get(scores, -1)):
+        raise c.bad("scoring_func", scores, " or ".join(SCORES) + f", as {family.name} has it")
+    fields["router_kind"] = SCORES.get(scores, fields["router_kind"])
     if missing and unknown is None:
         raise ColibriError(f"{c.where or 'no config file'}: how experts are used is not known, expected it from a "
                            f"config or flags; give {', '.join(missing)}")
     if unknown is not None:
         unknown += missing
     return fields
+
+
+def doubts(family, c, flags, where):
+    """A line about routing that a family has in its models and that neither a config nor a flag tells."""
+    flags = missing_flags(c, flags, ["num_groups", "topk_groups", "routed_scaling"])
+    if len(flags) < 3 or not set(family.name.split("/")) <= {"deepseek_v2", "deepseek_v3", "glm4_moe"}:
+        return []
+    return [f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if it does "
+            f"otherwise, give {', '.join(flags)}"]
 
 
 def missing_flags(c, flags, fields):
@@ -319,10 +353,10 @@ def _activation_code(name, where):
 
 def check_flags(fields, c, flags):
     """Flags may repeat what a config says, and nothing else."""
-    for field, (_, _, flag) in ASKED.items():
+    for field, (_, _, flag, _) in ASKED.items():
         given = flags.get(field)
         value = _activation_code(given, flag) if field == "activation" and given is not None else given
-        if value is not None and int(value) != fields[field]:
+        if value is not None and value != fields[field]:
             raise ColibriError(f"{flag}: {given}, but {c.where} makes {field} {fields[field]}; drop the flag or "
                                "correct the config")
 

@@ -23,9 +23,9 @@ def is_checkpoint(folder):
                                                 for entry in folder.iterdir())
 
 
-def read(folder):
+def read(folder, absent=None):
     """({name: Tensor} in names.py's deepspeed names, names left out, warnings) of a checkpoint folder, or of one of its
-    global_stepN folders."""
+    global_stepN folders. absent: a list for the files of experts that are not there, which are an error without it."""
     folder = _step(Path(folder))
     ranks = [int(match[match.lastindex]) for entry in folder.iterdir()
              if (match := MAIN.fullmatch(entry.name) or EXPERT.fullmatch(entry.name))]
@@ -45,10 +45,13 @@ def read(folder):
         tensors[f"layers.{moe}.gate.wg.weight"] = main[name]
         num_experts = main[name].shape[0] if main[name].shape else 0
         for expert in range(num_experts):
+            file = f"layer_{moe}_expert_{expert}_mp_rank_00_model_states.pt"
+            if (moe, expert) not in grid and absent is not None:
+                absent.append(file)
+                continue
             if (moe, expert) not in grid:
-                raise ColibriError(f"{folder}: missing expert {expert} of MoE layer {moe}: no layer_{moe}_"
-                                   f"expert_{expert}_mp_rank_00_model_states.pt, expected {num_experts} from {name}; "
-                                   "copy it there")
+                raise ColibriError(f"{folder}: missing expert {expert} of MoE layer {moe}: no {file}, expected "
+                                   f"{num_experts} from {name}; copy it there")
             _read_expert(grid.pop((moe, expert)), name.split(".deepspeed_moe.")[0], moe, expert, tensors, warnings)
     if grid:
         raise ColibriError(f"{next(iter(grid.values()))}: extra expert, expected those of {len(blocks)} MoE layers as "

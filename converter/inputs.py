@@ -18,28 +18,30 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_EOS = config.HEADER["eos_ids"].shape[0]
 
 
-def read(path):
-    """The Input at `path`."""
+def read(path, absent=None):
+    """The Input at `path`. absent: a list for files that are not there, which are an error without it."""
     path = Path(path)
+    if path.is_dir() and deepspeed.is_checkpoint(path):
+        return Input(*deepspeed.read(path, absent))
     if path.is_dir():
-        return Input(*deepspeed.read(path)) if deepspeed.is_checkpoint(path) else Input(_read_folder(path), [], [])
+        return Input(_read_folder(path, absent), [], [])
     if path.name.endswith(".index.json"):
-        return Input(_read_shards(path), [], [])
+        return Input(_read_shards(path, absent), [], [])
     reader = safetensors_reader.read_file if path.suffix == ".safetensors" else pt_reader.read_checkpoint
     return Input(reader(path), [], [])
 
 
-def _read_folder(folder):
+def _read_folder(folder, absent):
     for name, reader in WEIGHTS:
         if (folder / name).is_file():
-            return _read_shards(folder / name) if name.endswith(".index.json") else reader(folder / name)
+            return _read_shards(folder / name, absent) if name.endswith(".index.json") else reader(folder / name)
     raise ColibriError(f"{folder}: a directory without weights, expected one of "
                        f"{', '.join(name for name, _ in WEIGHTS)}, or a DeepSpeed-MoE checkpoint; name another")
 
 
-def _read_shards(index):
+def _read_shards(index, absent):
     reader = dict(WEIGHTS).get(index.name, safetensors_reader.read_file)
-    return safetensors_reader.read_shards(index, reader)
+    return safetensors_reader.read_shards(index, reader, absent)
 
 
 def is_input(output, checkpoint, config_path):

@@ -2,7 +2,10 @@
 
 import json
 import os
+import shutil
+import subprocess
 from collections import Counter
+from contextlib import suppress
 from math import prod
 
 from colibri import headers
@@ -27,7 +30,7 @@ def describe(plan):
                  key=dtypes.__getitem__, default="bfloat16")
     dtype = interleave.KEPT[common] if not any("float8" in name or name == "uint8" for name in dtypes) else "bf16"
     header, _ = bin_writer.plan(fields, dtype, plan.tokenizer)
-    needed, memory = int(header["file_bytes"]) + _state_bytes(fields), _memory_bytes()
+    needed, memory, gpu = int(header["file_bytes"]) + _state_bytes(masked), _memory_bytes(), _gpu_bytes()
     total = sum(prod(tensor.shape) for tensor in table)
     idle = sum(prod(tensor.shape) for tensor in table if len(tensor.shape) == 3) * (
         fields["num_experts"] - fields["k"]) // fields["num_experts"]
@@ -41,9 +44,11 @@ def describe(plan):
             "tensors": len(tensors), "dtypes": dict(dtypes),
             "checkpoint_bytes": sum(prod(tensor.shape) * tensor.numpy_dtype.itemsize for tensor in tensors.values()),
             "bin_dtype": dtype, "bin_bytes": int(header["file_bytes"]), "needed_bytes": needed, "memory_bytes": memory,
-            "fits": needed <= memory, "end_tokens": plan.eos, "tokenizer": bool(plan.tokenizer),
-            "missing": [f"a choice of {flag}" for flag in plan.unknown] + bound.missing, "extra": bound.extra,
-            "left_out": plan.input.left_out + bound.ignored}
+            "fits": needed <= memory, "gpu_memory_bytes": gpu,
+            "fits_gpu": gpu and dtype != "f32" and needed <= gpu,  # which has products of 16-bit weights alone
+            "end_tokens": plan.eos, "tokenizer": bool(plan.tokenizer),
+            "missing": [f"a choice of {flag}" for flag in plan.unknown] + plan.absent + bound.missing,
+            "extra": bound.extra, "left_out": plan.input.left_out + bound.ignored}
 
 
 def _lines(figures):
@@ -52,7 +57,7 @@ def _lines(figures):
 
     def gib(size):
         return f"{size} ({size / 2 ** 30:.2f} GiB)"
-    fit = "yes" if figures["fits"] else "no"
+    fit, gpu_fit = ("yes" if figures[name] else "no" for name in ("fits", "fits_gpu"))
     rows = {"family": figures["family"],
             "layers": f"{figures['layers']}, {figures['dense_layers']} of them without experts",
             "experts": f"{figures['experts']} a layer, k={figures['k'] or 'unknown'}"
@@ -65,6 +70,9 @@ def _lines(figures):
             ".bin bytes": f"{gib(figures['bin_bytes'])} in {figures['bin_dtype']}",
             "fits this machine": f"{fit}: {gib(figures['needed_bytes'])} with one session, of "
                                  f"{gib(figures['memory_bytes'])}",
+            "fits this GPU": "none found" if figures["gpu_memory_bytes"] is None else
+                             f"{gpu_fit}: its memory is {gib(figures['gpu_memory_bytes'])}"
+                             + (", but it runs no f32 weights" if figures["bin_dtype"] == "f32" else ""),
             "text": f"tokenizer.json {'found' if figures['tokenizer'] else 'not found'}, ends at "
                     f"{short(figures['end_tokens'])}",
             "missing": short(figures["missing"]), "extra": short(figures["extra"]),
@@ -77,8 +85,24 @@ def _state_bytes(fields):
     baked = headers.default().structs["Config"].names
     own = headers.Headers({name: fields[name] for name in baked if name in fields})
     return sum(buffer.rows * buffer.columns * buffer.dtype.itemsize
-               for buffer in own.state_buffers(fields["num_layers"], 1))
+               for buffer in own.state_buffers(fields, 1))
 
 
 def _memory_bytes():
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The machine's memory, or a container's part of it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as file:
+        limits.append(int(file.read()))
+    return min(limits)
+
+
+def _gpu_bytes():
+    """The first GPU's memory by its driver's own tool; None where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if not tool:
+        return None
+    with suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
+        told = subprocess.run([tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"], timeout=20,
+                              capture_output=True, check=True, text=True)
+        return int(told.stdout.split()[0]) << 20
+    return None

@@ -142,7 +142,8 @@ def ungated(layer, router_name, up, down, up_bias=None, down_bias=None):
 
 
 def megatron(gated):
-    """Experts as linear_fc1 and linear_fc2, in modules of their own or with their number at the end of the name."""
+    """Experts as linear_fc1 and linear_fc2, in modules of their own or with their number at the end of the name, or all
+    as weight1 and weight2, which multiply rows from the right."""
     layouts = []
     for fc1, fc2 in (("local_experts.E.linear_fc1.weight", "local_experts.E.linear_fc2.weight"),
                      ("linear_fc1.weightE", "linear_fc2.weightE")):
@@ -150,6 +151,10 @@ def megatron(gated):
         rows = "2 * ffn, hidden" if gated else "ffn, hidden"
         layouts.append(([P(f"{L}mlp.experts.{fc1}", rows, view) for view in halves],
                         [P(f"{L}mlp.experts.{fc2}", "hidden, ffn")]))
+    halves = (views.grouped_gate, views.grouped_up) if gated else (views.grouped_columns,)
+    columns = "num_experts * ffn * 2" if gated else "num_experts * ffn"
+    layouts.append(([P(f"{L}mlp.experts.weight1", f"hidden, {columns}", view) for view in halves],
+                    [P(f"{L}mlp.experts.weight2", "num_experts * ffn, hidden", views.block_transposed)]))
     return row("megatron", None, router("mlp.router.weight"), correction("mlp.router.expert_bias"), experts(*layouts),
                prefix="decoder.", routing={"gated": int(gated)})
 

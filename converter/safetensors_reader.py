@@ -46,8 +46,10 @@ def read_file(path):
     return {name: tensors[name] for name in header}
 
 
-def read_shards(index_path, read=read_file):
-    """{name: Tensor} of a folder's *.index.json: every shard that it names, each holding exactly the names it lists."""
+def read_shards(index_path, read=read_file, absent=None):
+    """{name: Tensor} of a folder's *.index.json: every shard that it names, each holding exactly the names it lists.
+
+    absent: a list for the shards that are not there, which are an error without it."""
     if not Path(index_path).is_file():
         raise _bad(index_path, "no regular file, expected an index of shards")
     try:
@@ -57,6 +59,9 @@ def read_shards(index_path, read=read_file):
         raise _bad(index_path, "not readable, expected JSON with weight_map: {tensor: file}") from None
     tensors = {}
     for shard, path in shards.items():
+        if absent is not None and type(shard) is str and Path(shard).name == shard and not path.exists():
+            absent.append(shard)
+            continue
         if type(shard) is not str or Path(shard).name != shard or not path.is_file():
             raise _bad(index_path, f"{str(shard)[:100]}: no such file beside it, expected every shard that it names")
         named = {name for name, home in weight_map.items() if home == shard}
@@ -65,7 +70,7 @@ def read_shards(index_path, read=read_file):
             raise _bad(path, f"{min(held.keys() ^ named)[:100]}: in one of file and {Path(index_path).name} "
                              "only, expected each tensor in both")
         tensors.update(held)
-    return {name: tensors[name] for name in weight_map}
+    return {name: tensors[name] for name in weight_map if name in tensors}
 
 
 def _offsets(entry):

@@ -202,7 +202,7 @@ def template(name):
 def _template(name):
     """("layers.N.mlp.experts.E.up_proj.weight", layer, expert); None where there is none."""
     words, numbers = name.split("."), []
-    if words[-1].startswith("weight") and words[-1] != "weight":  # Megatron's weight7 is expert 7's
+    if re.fullmatch(r"linear_fc\d\.weight\d+", ".".join(words[-2:])):  # Megatron's weight7 is expert 7's
         words[-1:] = ["weight", words[-1].removeprefix("weight")]
     for index, word in enumerate(words):
         if NUMBER.fullmatch(word) and len(numbers) < 2:

@@ -3,6 +3,7 @@
 A view takes (tensor, header fields, expert) and gives the Tensors to stack, in Colibri's order of rows, unread.
 """
 
+from colibri.errors import ColibriError
 from converter.pt_reader import Tensor
 from converter.quantized import Decoded
 
@@ -59,6 +60,23 @@ def block_transposed(t, h, e):
     return [transposed(take(t, 0, e * h["ffn"], h["ffn"]))]
 
 
+def grouped_columns(t, h, e):  # [hidden, E * n] that stands for [E, hidden, n]
+    experts, columns = h["num_experts"], t.shape[1] // h["num_experts"]
+    if isinstance(t, Decoded) or t.strides != (t.shape[1], 1):
+        raise ColibriError(f"{t.storage.where}: {t.name}: {t.dtype} with strides, expected one block of plain floats, "
+                           "which is viewed as one matrix an expert; save it contiguous")
+    one = Tensor(t.name, t.dtype, (experts, t.shape[0], columns), (t.shape[0] * columns, columns, 1), t.storage, t.offset)
+    return [transposed(index(one, e))]
+
+
+def grouped_gate(t, h, e):
+    return [take(part, 0, 0, h["ffn"]) for part in grouped_columns(t, h, e)]
+
+
+def grouped_up(t, h, e):
+    return [take(part, 0, h["ffn"], h["ffn"]) for part in grouped_columns(t, h, e)]
+
+
 def row_of_one(t, h, e):  # [1, n]
     return [index(t, 0)]
 
@@ -109,9 +127,12 @@ def index(t, i):
 
 
 def transposed(t):
+    if isinstance(t, Decoded):
+        raise ColibriError(f"{t.storage.where}: {t.name}: quantized, expected floats: this family stores its transpose, "
+                           "whose scales lie elsewhere")
     return Tensor(t.name, t.dtype, t.shape[::-1], t.strides[::-1], t.storage, t.offset)
 
 
 # Views that cut one expert out of a tensor of all experts.
 EXPERT_VIEWS = (expert, gate_rows, up_rows, even_rows, odd_rows, even_columns, odd_columns, expert_transposed, block,
-                block_transposed)
+                block_transposed, grouped_columns, grouped_gate, grouped_up)

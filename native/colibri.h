@@ -18,8 +18,8 @@ int colibri_config(void *config);
 const char *colibri_path(int backend);
 /* sizeof(struct Model): the block that colibri_bind fills in. */
 int64_t colibri_model_bytes(void);
-/* Bytes of the state block for so many layers and KV slots; 0 with an error where the backend is not built in. */
-int64_t colibri_state_bytes(int backend, int num_layers, int num_slots);
+/* Bytes of the state block for a file header and so many KV slots; 0 with an error where the backend is not built in. */
+int64_t colibri_state_bytes(int backend, const void *header, int num_slots);
 /* Makes a model of a checked file header, its weights (struct Weights, struct Layer[num_layers]), a zeroed state block and a batch. */
 int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state, void *batch, int num_slots, int num_threads, void *stream);
 /* One step over the model's batch: embed, layers, logits, sampled tokens. num_tokens and num_logits are launch sizes. */

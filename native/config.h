@@ -102,6 +102,9 @@
 #ifndef MAX_SEQ_LEN
 #define MAX_SEQ_LEN 512
 #endif
+#ifndef WINDOW_PIECE
+#define WINDOW_PIECE 128 /* tokens of one session in a step where layers keep only a window, unless it is larger */
+#endif
 
 /* Rows of a layer's qkv matrix, as in format.h; and whether q is a row of its own, not the first part of qkv's. */
 #define GQA_ROWS ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
@@ -125,7 +128,7 @@
 
 STATIC_ASSERT(NUM_EXPERTS >= 1 && NUM_EXPERTS <= 256);
 STATIC_ASSERT(K >= 1 && K <= 16 && K <= NUM_EXPERTS);
-STATIC_ASSERT(HIDDEN >= 1 && FFN >= 1 && MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1);
+STATIC_ASSERT(HIDDEN >= 1 && FFN >= 1 && MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1);
 STATIC_ASSERT(NUM_HEADS == 0 || (NUM_KV_HEADS >= 1 && NUM_HEADS % (NUM_KV_HEADS ? NUM_KV_HEADS : 1) == 0));
 STATIC_ASSERT(NUM_HEADS == 0 || (HEAD_DIM >= 2 && HEAD_DIM % 2 == 0 && HEAD_DIM <= 512));
 STATIC_ASSERT((NUM_HEADS == 0) == (VOCAB_SIZE == 0));
@@ -173,6 +176,7 @@ typedef struct Config {
     uint32_t interleave_rows;
     uint32_t max_batch;         /* from here on the library's own: not in the file */
     uint32_t max_seq_len;
+    uint32_t window_piece;
     uint32_t cuda_arch;         /* 0: no CUDA backend; 90 for sm_90 */
 } Config;
 

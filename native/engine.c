@@ -15,7 +15,7 @@ int colibri_config(void *config) {
         .q_lora_rank = Q_LORA_RANK, .kv_lora_rank = KV_LORA_RANK, .qk_norm = QK_NORM, .sinks = SINKS,
         .expert_bias = EXPERT_BIAS, .dense_ffn = DENSE_FFN, .shared_ffn = SHARED_FFN, .shared_gate = SHARED_GATE,
         .interleave_rows = PANEL_ROWS, .max_batch = MAX_BATCH, .max_seq_len = MAX_SEQ_LEN,
-        .cuda_arch = CUDA_ARCH};
+        .window_piece = WINDOW_PIECE, .cuda_arch = CUDA_ARCH};
     memcpy(config, &baked, sizeof baked);
     return 0;
 }
@@ -38,8 +38,9 @@ const char *colibri_path(int backend) {
 int64_t colibri_model_bytes(void) { return sizeof(Model); }
 
 /* Lays the buffers out one after another, each on a page of its own; with base 0 it only counts. */
-static int64_t lay_out(State *state, uintptr_t base, const Ops *ops, int64_t num_layers, int64_t num_slots) {
-    int64_t offset = 0;
+static int64_t lay_out(State *state, uintptr_t base, const Ops *ops, const BinHeader *header, int64_t num_slots) {
+    int64_t offset = 0, num_layers = header->num_layers;
+    int64_t cache_positions = cache_sizes(header, num_layers).cache_positions;
 #define PLACE(name, type, rows, columns)                                                              \
     state->name = (type *)(base + offset);                                                            \
     offset += ((int64_t)sizeof(type) * (int64_t)(rows) * (int64_t)(columns) + DATA_ALIGNMENT - 1) /   \
@@ -50,10 +51,10 @@ static int64_t lay_out(State *state, uintptr_t base, const Ops *ops, int64_t num
     return offset + ops->scratch_bytes();
 }
 
-int64_t colibri_state_bytes(int backend, int num_layers, int num_slots) {
+int64_t colibri_state_bytes(int backend, const void *header, int num_slots) {
     const Ops *ops = ops_of(backend);
     State state;
-    return ops ? lay_out(&state, 0, ops, num_layers, num_slots) : 0;
+    return ops ? lay_out(&state, 0, ops, header, num_slots) : 0;
 }
 
 int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state,
@@ -69,8 +70,8 @@ int colibri_bind(void *model, int backend, const void *header, const void *weigh
     m->stream = stream;
     m->num_slots = num_slots;
     m->num_threads = num_threads;
-    lay_out(&m->state, (uintptr_t)state, m->ops, m->header.num_layers, num_slots);
-    return m->ops->check(m);
+    lay_out(&m->state, (uintptr_t)state, m->ops, &m->header, num_slots);
+    return backend == COLIBRI_HOST ? host_check_threads(num_threads) : 0;
 }
 
 int colibri_check(const void *model) {

@@ -11,7 +11,6 @@
 typedef struct Ops {
     const char *(*name)(void);          /* "host avx2", "host portable", "cuda sm_90" */
     int64_t (*scratch_bytes)(void);
-    int (*check)(const Model *m);           /* once a model: whether the backend can do all that its header asks for */
     int (*begin)(Model *m, int num_tokens); /* once a step, before the first op */
     /* x[t] = embed[tokens[t]] * embedding_multiplier, or a bare stack's input[t] */
     int (*embed)(Model *m, int num_tokens);
@@ -47,6 +46,9 @@ typedef struct Ops {
 } Ops;
 
 extern const Ops host_ops;
+/* That the process may have so many threads for them, each with its stack. */
+int host_check_threads(int num_threads);
+
 #if CUDA_ARCH
 #ifdef __cplusplus
 extern "C"

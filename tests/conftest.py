@@ -1,5 +1,6 @@
 """What several tests share: the example model as a .bin, and the command lines as programs."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -23,6 +24,19 @@ def program(module, *arguments, environment=(), **options):
     return subprocess.run([sys.executable, "-m", module, *map(str, arguments)], cwd=options.pop("cwd", ROOT),
                           env={**os.environ, "PYTHONPATH": str(ROOT), **dict(environment)}, capture_output=True,
                           check=False, timeout=300, **options)
+
+
+def opened(path, context, num_slots=None):
+    """The model's Engine on the host over a library that is built in seconds rather than for speed, for `context`."""
+    from colibri import build
+    from colibri.checkpoint import Checkpoint
+    from colibri.engine import Engine
+    config = " ".join([*build.defines(Checkpoint(path).header), f"-DMAX_SEQ_LEN={context} -O1"])
+    subprocess.run(["make", "-s", "-j2", f"CONFIG={config}"], cwd=ROOT, check=True)
+    key = hashlib.sha256(config.encode()).hexdigest()[:12]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLIBRI_LIBRARY", str(ROOT / "build" / f"host-{key}" / "libcolibri.so"))
+        return Engine(path, backend="host", num_slots=num_slots)
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,28 @@
-"""A reference model in device memory, its ops run one by one: what the GPU tests and a host model are compared with."""
+"""Models on the GPU beside the host: a file in two engines, and a reference model in device memory, its ops run one by
+one."""
 
+import concurrent.futures
 import ctypes
 import hashlib
+import os
 import subprocess
 
 import numpy as np
+import pytest
 import reference
 from reference import fields
 
+from colibri import build
+from colibri.checkpoint import Checkpoint
 from colibri.device import arch, call, driver, gpu
+from colibri.engine import Engine
 from colibri.headers import NATIVE
 from colibri.native import Library
 
 ROOT = NATIVE.parent
 BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "weight_dtype",
-         "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups")
+         "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups",
+         "expert_bias")
 BARE = fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
 
 
@@ -26,6 +34,19 @@ def library_file(extra="", max_seq_len=512, **config):
                           check=False)
     assert made.returncode == 0, made.stderr
     return ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so"
+
+
+def build_all(paths):
+    """The CUDA libraries of so many files, all at once."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda path: build.library_path(Checkpoint(path), arch()), paths))
+
+
+def engines(path, **options):
+    """(host, GPU): a file's Engines over one library, which has both backends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLIBRI_LIBRARY", build.library_path(Checkpoint(path), arch()))
+        return tuple(Engine(path, backend=backend, **options) for backend in ("host", "cuda"))
 
 
 def baked(model):
@@ -56,9 +77,9 @@ class GpuModel:
         self.batch = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.pinned))
         self.batch = self.batch.view(structs["Batch"])[0]
         self.batch.fill(0)
-        state = self.allocate(self.library.state_bytes(1, model["num_layers"], 2))
+        state = self.allocate(self.library.state_bytes(1, header.ctypes.data, 2))
         self.buffers, offset = {}, 0
-        for buffer in self.library.headers.state_buffers(model["num_layers"], 2):
+        for buffer in self.library.headers.state_buffers(header[0], 2):
             self.buffers[buffer.name] = buffer, state + offset
             offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)

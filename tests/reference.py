@@ -4,7 +4,8 @@ A model is a dict of its configuration (BinHeader's field names; codes as in nat
     embed (vocab_size, hidden), final_norm (hidden,), lm_head (vocab_size, hidden) or None when tied,
     layers: a list of dicts with attention_norm (hidden,), qkv (rows, hidden), attention_out (hidden, num_heads *
     head_dim), ffn_norm (hidden,), router (num_experts, hidden), router_bias (num_experts,) or None,
-    gate (num_experts, ffn, hidden) or None, up (num_experts, ffn, hidden), down (num_experts, hidden, ffn)
+    router_logit_bias likewise, gate (num_experts, ffn, hidden) or None, up (num_experts, ffn, hidden),
+    down (num_experts, hidden, ffn), and with expert_bias gate_bias, up_bias, down_bias of the same rows, else None
 Arithmetic follows the dtype of the inputs: float64 in, float64 out. No SciPy: erf is math.erf.
 """
 
@@ -17,8 +18,10 @@ from colibri import headers
 CONSTANTS = headers.default().constants
 PANEL_ROWS, GATE_GROUP = CONSTANTS["PANEL_ROWS"], CONSTANTS["GATE_GROUP"]
 F32, F16, BF16 = CONSTANTS["DTYPE_F32"], CONSTANTS["DTYPE_F16"], CONSTANTS["DTYPE_BF16"]
-SILU, GELU, RELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"], CONSTANTS["ACTIVATION_RELU"]
-SOFTMAX, TOPK_SOFTMAX, SIGMOID = (CONSTANTS[f"ROUTER_{name}"] for name in ("SOFTMAX", "TOPK_SOFTMAX", "SIGMOID"))
+SILU, GELU, RELU, CLAMPED_SWIGLU = (CONSTANTS[f"ACTIVATION_{name}"]
+                                    for name in ("SILU", "GELU", "RELU", "CLAMPED_SWIGLU"))
+SOFTMAX, TOPK_SOFTMAX, SIGMOID, SPARSEMIXER = (CONSTANTS[f"ROUTER_{name}"]
+                                               for name in ("SOFTMAX", "TOPK_SOFTMAX", "SIGMOID", "SPARSEMIXER"))
 
 erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
@@ -39,6 +42,13 @@ ROUTERS = {  # the kinds of routing that each backend is held to
     "sigmoid, groups, no bias": fields(num_experts=24, k=4, router_kind=SIGMOID, num_groups=6, topk_groups=2),
     "groups of one": fields(num_experts=64, k=2, router_kind=SIGMOID, router_bias=1, num_groups=64, topk_groups=40),
     "many groups": fields(num_experts=256, k=8, num_groups=128, topk_groups=50),
+    "softmax, a least sum": fields(num_experts=64, k=6, renormalize_min=0.7),
+    "sigmoid, a least sum": fields(num_experts=33, k=3, router_kind=SIGMOID, router_bias=1, renormalize_min=1.5,
+                                 routed_scaling=2.5),
+    "logit bias": fields(num_experts=40, k=4, router_kind=TOPK_SOFTMAX, router_logit_bias=1),
+    "sparsemixer": fields(num_experts=16, k=2, router_kind=SPARSEMIXER, router_jitter=0.25),
+    "sparsemixer of 200": fields(num_experts=200, k=2, router_kind=SPARSEMIXER, router_jitter=0.125,
+                               router_logit_bias=1),
 }
 
 
@@ -105,6 +115,8 @@ def route(logits, config, bias=None):
     if not np.all(logits < np.inf):
         return None
     kind, k = config["router_kind"], config["k"]
+    if kind == SPARSEMIXER:
+        return sparsemix(logits, config["router_jitter"])
     scores = logits.copy()
     finite = logits > -np.inf
     probabilities = {SOFTMAX: softmax, SIGMOID: sigmoid, TOPK_SOFTMAX: np.copy}[kind](logits)
@@ -123,10 +135,15 @@ def route(logits, config, bias=None):
     if ids is None:
         return None
     chosen = logits[ids]
-    if kind == TOPK_SOFTMAX or (kind == SOFTMAX and config["renormalize"]):
+    if kind == SOFTMAX and config["renormalize"] and config["renormalize_min"]:
+        weights = probabilities[ids] / max(probabilities[ids].sum(), config["renormalize_min"])
+    elif kind == TOPK_SOFTMAX or (kind == SOFTMAX and config["renormalize"]):
         weights = softmax(chosen)
     elif kind == SOFTMAX:
         weights = probabilities[ids]
+    elif config["renormalize"] and config["renormalize_min"]:
+        weights = sigmoid(chosen)
+        weights = weights / max(weights.sum(), config["renormalize_min"])
     else:
         weights = sigmoid(chosen)
         if config["renormalize"]:  # relative to the largest, so that they cannot all underflow
@@ -135,16 +152,47 @@ def route(logits, config, bias=None):
     return ids, weights * config["routed_scaling"]
 
 
-def expert(x, layer, e, kind):
+def sparsemix(logits, jitter):
+    """route() of SPARSEMIXER: the largest logit left, twice, weighed among those left that lie near it."""
+    left, ids, weights = logits.copy(), [], []
+    for _ in range(2):
+        best = int(np.argmax(left))
+        if left[best] == -np.inf:
+            return None
+        with np.errstate(invalid="ignore"):
+            far = (left[best] - logits) / np.maximum(np.abs(logits), left[best]) > 2 * jitter
+        weights.append(1 / np.exp(left - left[best])[~far].sum())
+        ids.append(best)
+        left[best] = -np.inf
+    return ids, np.array(weights)
+
+
+def product(x, layer, name, e):
+    """Rows of x times expert e's matrix of that name, with its bias where there is one."""
+    y = x @ layer[name][e].T
+    return y if layer[f"{name}_bias"] is None else y + layer[f"{name}_bias"][e]
+
+
+def middle(x, layer, e, config):
+    """Rows of x (tokens, hidden) up to expert e's second matrix: (tokens, ffn)."""
+    kind, up = config["activation"], product(x, layer, "up", e)
+    if layer["gate"] is None:
+        return activation(up, kind)
+    gate, limit = product(x, layer, "gate", e), config["swiglu_limit"]
+    if kind == CLAMPED_SWIGLU:
+        gate = np.minimum(gate, limit)
+        return gate * sigmoid(config["swiglu_alpha"] * gate) * (np.clip(up, -limit, limit) + 1)
+    return activation(gate, kind) * up
+
+
+def expert(x, layer, e, config):
     """Rows of x through expert e: (tokens, hidden) -> (tokens, hidden)."""
-    up = x @ layer["up"][e].T
-    mid = activation(up, kind) if layer["gate"] is None else activation(x @ layer["gate"][e].T, kind) * up
-    return mid @ layer["down"][e].T
+    return product(middle(x, layer, e, config), layer, "down", e)
 
 
 def moe(x, layer, config):
     """(output, ids, weights) of (tokens, hidden); an error in routing gives None."""
-    logits = x @ layer["router"].T
+    logits = x @ layer["router"].T + (0 if layer["router_logit_bias"] is None else layer["router_logit_bias"])
     routes = [route(row, config, layer["router_bias"]) for row in logits]
     if None in routes:
         return None
@@ -153,7 +201,7 @@ def moe(x, layer, config):
     out = np.zeros((*ids.shape, x.shape[1]), x.dtype)
     for e in np.unique(ids):
         tokens, slots = np.nonzero(ids == e)
-        out[tokens, slots] = expert(x[tokens], layer, e, config["activation"])
+        out[tokens, slots] = expert(x[tokens], layer, e, config)
     return np.einsum("tk,tkh->th", weights, out), ids, weights
 
 
@@ -237,7 +285,8 @@ def random_model(rng, **config):
     """A model of random weights that its weight_dtype holds exactly, as float32; config: BinHeader's fields."""
     model = {**fields(num_layers=1, num_experts=4, k=2, hidden=64, ffn=32, num_heads=0, num_kv_heads=0, head_dim=0,
                     vocab_size=0, weight_dtype=F16, activation=SILU, gated=1, router_kind=SOFTMAX, router_bias=0,
-                    renormalize=1, num_groups=1, topk_groups=1, routed_scaling=1.0, norm_kind=1, norm_eps=1e-5,
+                    renormalize=1, num_groups=1, topk_groups=1, routed_scaling=1.0, renormalize_min=0.0,
+                    router_logit_bias=0, expert_bias=0, swiglu_alpha=1.75, swiglu_limit=1.5, norm_kind=1, norm_eps=1e-5,
                     rope_kind=1, rope_theta=10000.0, tied_embeddings=0), **config}
     model = neutral(model)
     hidden, ffn, experts = model["hidden"], model["ffn"], model["num_experts"]
@@ -257,7 +306,10 @@ def random_model(rng, **config):
         attention_out=matrix(hidden, heads * model["head_dim"]) if heads else None,
         router=matrix(experts, hidden, dtype=F32) * 3, router_bias=vector(experts, model["router_bias"]),
         gate=matrix(experts, ffn, hidden) if model["gated"] else None, up=matrix(experts, ffn, hidden),
-        down=matrix(experts, hidden, ffn)) for _ in range(model["num_layers"])]
+        down=matrix(experts, hidden, ffn), router_logit_bias=vector(experts, model["router_logit_bias"]),
+        gate_bias=vector((experts, ffn), model["expert_bias"] and model["gated"]),
+        up_bias=vector((experts, ffn), model["expert_bias"]),
+        down_bias=vector((experts, hidden), model["expert_bias"])) for _ in range(model["num_layers"])]
     return model
 
 
@@ -282,7 +334,10 @@ def stored_tensors(model):
     for number, layer in enumerate(model["layers"]):
         up = layer["up"] if layer["gate"] is None else interleave_gate(layer["gate"], layer["up"])
         matrices = {"experts_up": up, "experts_down": layer["down"]}
-        vectors = {"router": to_panels(layer["router"]), "router_bias": layer["router_bias"]}
+        biases = [layer[name] for name in ("gate_bias", "up_bias") if layer[name] is not None]
+        vectors = {"router": to_panels(layer["router"]), "router_bias": layer["router_bias"],
+                   "router_logit_bias": layer["router_logit_bias"], "experts_down_bias": layer["down_bias"],
+                   "experts_up_bias": np.concatenate(biases, axis=1) if biases else None}
         if model["num_heads"]:
             matrices |= {"qkv": layer["qkv"], "attention_out": layer["attention_out"]}
             vectors |= {"attention_norm": layer["attention_norm"], "ffn_norm": layer["ffn_norm"]}

@@ -19,7 +19,8 @@ STACK = {**DENSE, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "vocab_size"
 
 
 def write_model(path, shape=DENSE, seed=0, **changes):
-    """A random model of that shape. Padding rows are random too: nothing may depend on them but as zeros in ffn."""
+    """A random model of that shape; vectors are near 1. Padding rows are random too: nothing may depend on them but as
+    zeros in ffn."""
     structs, constants = headers.default().structs, headers.default().constants
     shape = reference.neutral({**shape, **changes})
     shape = {**dict.fromkeys(structs["BinHeader"].names, 0), "window_layers": [0] * 4, "dense_layers": [0] * 4, **shape}
@@ -59,7 +60,7 @@ def _random(tensor, shape, generator):
     if tensor.name == "rope_frequencies":
         return reference.frequencies(shape["rotary_dim"], shape["rope_theta"])
     if len(tensor.shape) == 1:
-        return np.ones(count, np.float32)
+        return 1 + generator.standard_normal(count, dtype=np.float32) / 4
     values = generator.standard_normal(count, dtype=np.float32) / np.float32(np.sqrt(tensor.shape[-1]))
     if tensor.type == "float":
         return values

@@ -8,7 +8,19 @@ import gpu_model
 import numpy as np
 import pytest
 import reference
-from reference import BF16, F16, GELU, RELU, ROUTERS, SIGMOID, TOPK_SOFTMAX, fields
+from reference import (
+    BF16,
+    CLAMPED_SWIGLU,
+    F16,
+    GELU,
+    RELU,
+    ROUTERS,
+    SIGMOID,
+    SPARSEMIXER,
+    TOPK_SOFTMAX,
+    fields,
+)
+from test_routing import beyond_f16
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +37,12 @@ MODELS = {
     "128 experts": fields(num_experts=128, k=8, hidden=2048, ffn=96, weight_dtype=BF16),
     "256 experts": fields(num_experts=256, k=16, hidden=40, ffn=33, router_kind=SIGMOID, router_bias=1, num_groups=8,
                         topk_groups=4, routed_scaling=2.5),
+    "biases": fields(num_experts=7, k=2, hidden=65, ffn=41, expert_bias=1, router_kind=SPARSEMIXER, router_jitter=0.2),
+    "biases, two matrices": fields(num_experts=5, k=2, hidden=200, ffn=70, expert_bias=1, gated=0, activation=GELU,
+                                 renormalize_min=0.8),
+    "clamped": fields(num_experts=6, k=3, hidden=130, ffn=72, activation=CLAMPED_SWIGLU, routed_scaling=0.5),
+    "biases, clamped, splits": fields(num_experts=32, k=4, hidden=1100, ffn=1200, activation=CLAMPED_SWIGLU,
+                                    weight_dtype=BF16, expert_bias=1, router_logit_bias=1, router_kind=TOPK_SOFTMAX),
 }
 PORTABLE = ("1 expert", "8 experts", "32 experts", "256 experts")
 CASES = [(name, "") for name in MODELS] + [(name, "-DPORTABLE_COPY") for name in PORTABLE]
@@ -34,7 +52,8 @@ TOLERANCE = {F16: 2e-3, BF16: 1e-2}
 
 def build_all():
     """All libraries at once, for each is a compilation."""
-    models = [(model_of(name), extra) for name, extra in CASES] + [(router_config(name), "") for name in ROUTERS]
+    models = [(model_of(name), extra) for name, extra in CASES]
+    models += [(router_config(name), "") for name in ROUTERS] + [(beyond_f16(), "")]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda case: gpu_model.library_file(case[1], **gpu_model.baked(case[0])), models))
 
@@ -93,15 +112,13 @@ def check_lists(gpu, ids, num_experts):
 
 def experts_of(model, x, ids):
     """Each assignment's middle and output, in float64, of inputs as float64."""
-    layer = {name: model["layers"][0][name] for name in ("gate", "up", "down")}
+    layer = model["layers"][0]
     mid = np.zeros((*ids.shape, model["ffn"]))
     out = np.zeros((*ids.shape, model["hidden"]))
     for e in np.unique(ids):
         tokens, slots = np.nonzero(ids == e)
-        up = x[tokens] @ layer["up"][e].T.astype(np.float64)
-        gate = up if layer["gate"] is None else x[tokens] @ layer["gate"][e].T.astype(np.float64)
-        mid[tokens, slots] = reference.activation(gate, model["activation"]) * (1 if layer["gate"] is None else up)
-        out[tokens, slots] = mid[tokens, slots] @ layer["down"][e].T.astype(np.float64)
+        mid[tokens, slots] = reference.middle(x[tokens], layer, e, model)
+        out[tokens, slots] = reference.product(mid[tokens, slots], layer, "down", e)
     return mid, out
 
 
@@ -115,7 +132,8 @@ def test_moe_block(name, extra, num_tokens):
     got = gpu.moe(x, bucket(num_tokens))
     layer = model["layers"][0]
     logits = gpu.read("router_logits", num_tokens)
-    assert relative_error(logits, x.astype(np.float64) @ layer["router"].T.astype(np.float64)) < 2e-6
+    logit_bias = 0 if layer["router_logit_bias"] is None else layer["router_logit_bias"]
+    assert relative_error(logits, x.astype(np.float64) @ layer["router"].T.astype(np.float64) + logit_bias) < 2e-6
     ids, weights = gpu.read("expert_ids", num_tokens), gpu.read("expert_weights", num_tokens)
     for t in range(num_tokens):  # from the GPU's own logits, so that no order hangs on a rounding
         expected_ids, expected_weights = reference.route(logits[t].astype(np.float64), model, layer["router_bias"])
@@ -179,6 +197,7 @@ def test_row_is_independent_of_its_batch(name, size):
 def test_router_on_random_and_tied_logits(name):
     model, gpu = router_of(name)
     num_experts, bias = model["num_experts"], model["layers"][0]["router_bias"]
+    logit_bias = model["layers"][0]["router_logit_bias"]
     logits = np.random.default_rng(3).standard_normal((400, num_experts)).astype(np.float32) * 3
     logits[100:200] = np.round(logits[100:200])
     logits[200:300] = np.where(logits[200:300] > 0, 0.0, -0.0)
@@ -189,6 +208,7 @@ def test_router_on_random_and_tied_logits(name):
         gpu.batch["num_tokens"], gpu.batch["fault"] = count, 0
         gpu.run("begin", "router", rows=count)
         ids, weights = gpu.read("expert_ids", count), gpu.read("expert_weights", count)
+        chosen = chosen if logit_bias is None else chosen + logit_bias
         for t in range(count):
             expected = reference.route(chosen[t] if bias is None else chosen[t].astype(np.float64), model, bias)
             assert np.array_equal(ids[t], expected[0])
@@ -197,9 +217,18 @@ def test_router_on_random_and_tied_logits(name):
         assert gpu.batch["fault"] == 0
 
 
+@pytest.mark.parametrize("num_tokens", [1, 100])
+def test_an_output_beyond_f16_is_kept(num_tokens):
+    gpu = gpu_model.GpuModel(beyond_f16())
+    x = gpu.moe(np.ones((num_tokens, 2), np.float32))
+    assert np.all(gpu.read("expert_out", num_tokens * 2)[1::2, 0] == 1e5)
+    assert np.allclose(x, [1e4, 0], rtol=2e-6)
+    gpu.close()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 20, 300])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["softmax", "k=16 of 60", "sigmoid, groups"])
+@pytest.mark.parametrize("name", ["softmax", "k=16 of 60", "sigmoid, groups", "sparsemixer", "sparsemixer of 200"])
 def test_logits_that_allow_no_choice(name, bad, num_tokens):
     model, gpu = router_of(name)
     num_experts, token = model["num_experts"], num_tokens * 2 // 3

@@ -13,7 +13,7 @@ import pytest
 from conftest import DATA, ROOT, program
 from synthetic import write_model
 
-from colibri import build, device, engine
+from colibri import build, device, engine, headers
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
@@ -184,6 +184,85 @@ def test_auto_runs_on_the_host_and_says_why(use, monkeypatch, moe_32):
     monkeypatch.setattr(engine, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened:
         assert opened.path.startswith("host") and opened.why_host.startswith("NVIDIA driver: libcuda.so not found")
+
+
+def f32_model(tmp_path, monkeypatch):
+    """A model in f32, for which no CUDA library can be asked for."""
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    opened = engine.open_library
+    monkeypatch.setattr(engine, "open_library", lambda checkpoint, arch, build: (
+        opened(checkpoint, arch, build) if arch == "host" else pytest.fail(f"a library for {arch}")))
+    return write_model(tmp_path / "f32.bin", weight_dtype=0)
+
+
+def test_f32_weights_are_refused_before_a_library_is_built(use, monkeypatch, tmp_path):
+    use(Driver())
+    path = f32_model(tmp_path, monkeypatch)
+    with pytest.raises(ColibriError) as error:
+        engine.Engine(path, backend="cuda")
+    assert str(error.value) == (f"{path}: weight_dtype=f32, expected f16 or bf16 on a GPU; convert the model with --dtype "
+                                "bf16, or run it with --backend host")
+
+
+def test_f32_weights_run_on_the_host_under_auto(use, monkeypatch, tmp_path):
+    use(Driver())
+    with engine.Engine(f32_model(tmp_path, monkeypatch)) as opened, opened.session() as session:
+        assert opened.path.startswith("host") and "weight_dtype=f32, expected f16 or bf16" in opened.why_host
+        assert np.isfinite(session.prefill(b"hello")).all()
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32):
+    """The GPU's context is given back; where the run asks for a GPU in any way, it is an error."""
+    ok, open_contexts = Status.CUDA_SUCCESS, []
+    flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+    use(Driver(cuMemGetInfo=lambda: (ok, 1 << 20, 8 << 30), cuCtxSetCurrent=lambda _: (ok,), CUstream_flags=flags,
+               CUstreamCaptureMode=flags, cuDevicePrimaryCtxRetain=lambda _: open_contexts.append(1) or (ok, 1),
+               cuDevicePrimaryCtxRelease=lambda _: open_contexts.pop() and (ok,), cuStreamCreate=lambda _: (ok, 1),
+               cuStreamDestroy=lambda _: (ok,)))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    with engine.Engine(moe_32) as opened, opened.session() as session:
+        assert opened.path.startswith("host") and not open_contexts
+        assert opened.why_host.startswith("GPU memory: ") and "0.00 GiB free; lower --batch-size" in opened.why_host
+        assert np.isfinite(session.prefill(b"hello")).all()
+    for asked in ({"backend": "cuda"}, {"dispatch": "combo"}):
+        with pytest.raises(ColibriError, match="GPU memory: .* GiB needed"):
+            engine.Engine(moe_32, **asked)
+        assert not open_contexts
+
+
+@pytest.mark.parametrize("dense, combinations", [((), 3 * 6), ((0,), 2 * 6 + 1), ((1, 2), 6 + 2)])
+def test_parts_of_a_step_follow_the_layers_routers(use, dense, combinations):
+    """Three layers of 2 of 4 experts: after one without a router nothing is waited for, and one graph is made."""
+    structs = headers.default().structs
+    model = np.zeros(1, structs["Model"])
+    model["header"]["num_layers"], model["header"]["dense_layers"] = 3, headers.mask(dense)
+    model["state"]["expert_ids"] = 77
+    log, chosen = [], iter([(3, 1), (0, 2), (2, 3)])
+    ok = Status.CUDA_SUCCESS
+
+    def copy(to, start, size, _):
+        assert (start, size) == (77, 8)
+        device.host_array(to, size).view(np.int32)[:] = next(chosen)
+        log.append("copy")
+        return (ok,)
+    pinned = np.zeros(8, np.uint8)
+    memory = memory_of(Driver(cuMemcpyDtoHAsync=copy, cuStreamSynchronize=lambda _: (ok,), CU_MEMHOSTALLOC_DEVICEMAP=2,
+                              cuMemHostAlloc=lambda size, _: (ok, pinned.ctypes.data)), use)
+    memory.dispatch, memory._routing, memory._pinned = "combo", {}, []
+    memory._library = types.SimpleNamespace(headers=headers.default(), forward_part=print, forward=print,
+                                            baked={"k": 2, "num_experts": 4, "vocab_size": 9})
+    memory.graphs = types.SimpleNamespace(get_or_create=lambda key, _: log.append(key[2:]),
+                                          create=lambda key, _: made.append(key[2:]))
+    memory._launch_combinations(model.ctypes.data, 1, 1)
+    routed = iter([(1, 3), (0, 2), (2, 3)])
+    expected = [(0, ())]
+    for part in (1, 2, 3):
+        expected += [(part, ())] if part - 1 in dense else ["copy", (part, next(routed))]
+    assert log == expected
+    made = []
+    memory.precapture(model.ctypes.data)
+    assert len(made) == 1 + combinations and set(expected) - {"copy"} <= set(made)
 
 
 def test_dispatch_is_for_a_gpu(moe_32):

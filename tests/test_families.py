@@ -1,19 +1,14 @@
 """Every family, converted and run on the host: the original's logits and tokens, whatever the pieces and the batch."""
 
-import hashlib
 import json
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import reference_families
-from conftest import ROOT
+from conftest import opened
 from test_families_reference import CASES, model
 
-from colibri import build
-from colibri.checkpoint import Checkpoint
-from colibri.engine import Engine
 from converter import __main__ as converter
 from converter import names
 
@@ -22,29 +17,23 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
 CONTEXT = 1024
 
 
-def opened(path):
-    """The model's Engine over a library that is built in seconds rather than for speed, for a longer context than the
-    recorded one."""
-    config = " ".join([*build.defines(Checkpoint(path).header), f"-DMAX_SEQ_LEN={CONTEXT} -O1"])
-    subprocess.run(["make", "-s", "-j2", f"CONFIG={config}"], cwd=ROOT, check=True)
-    key = hashlib.sha256(config.encode()).hexdigest()[:12]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLIBRI_LIBRARY", str(ROOT / "build" / f"host-{key}" / "libcolibri.so"))
-        return Engine(path, backend="host")
+def converted(name, folder, dtype):
+    """A family's checkpoint as folder/dtype.bin, with a config that allows the longer context."""
+    checkpoint = folder / "model"
+    shutil.copytree(CASES / name, checkpoint, dirs_exist_ok=True)
+    config = json.loads((checkpoint / "config.json").read_text())
+    for key in ("max_position_embeddings", "max_seq_len"):
+        if key in config:
+            config[key] = CONTEXT
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert converter.main([str(checkpoint), str(folder / f"{dtype}.bin"), "--dtype", dtype]) == 0
+    return folder / f"{dtype}.bin"
 
 
 @pytest.fixture(scope="module", params=names.FAMILIES)
 def family(request, tmp_path_factory):
-    """(name, Engine of its f32 conversion); its config allows the longer context."""
-    folder = shutil.copytree(CASES / request.param, tmp_path_factory.mktemp(request.param) / "model")
-    config = json.loads((folder / "config.json").read_text())
-    yarn = "yarn" in json.dumps(config)  # counts on the positions that were trained for
-    for key in ("max_position_embeddings", "max_seq_len"):
-        if key in config and not yarn:
-            config[key] = CONTEXT
-    (folder / "config.json").write_text(json.dumps(config))
-    assert converter.main([str(folder), str(folder / "model.bin"), "--dtype", "f32"]) == 0
-    with opened(folder / "model.bin") as engine:
+    """(name, Engine of its f32 conversion)"""
+    with opened(converted(request.param, tmp_path_factory.mktemp(request.param), "f32"), CONTEXT) as engine:
         yield request.param, engine
 
 
@@ -109,7 +98,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(family, position):
 def test_16_bit_weights_are_used_as_they_are(name, tmp_path):
     recorded = np.load(CASES / f"{name}.npz")
     assert converter.main([str(CASES / name), str(tmp_path / "a.bin")]) == 0
-    with opened(tmp_path / "a.bin") as engine:
+    with opened(tmp_path / "a.bin", CONTEXT) as engine:
         assert engine.checkpoint.header["weight_dtype"] in (1, 2)
         exact = reference_families.logits(*model(name), recorded["ids"][0], np.float64)
         assert error(logits(engine, recorded["ids"][0]), exact) < 1e-5

@@ -85,6 +85,8 @@ REFUSED = [
     ("mixtral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
     ("mixtral", {"num_experts": 9}, "num_experts=9"),
     ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quant_method"),
+    ("qwen2_moe", {"num_hidden_layers": 2 ** 31}, "num_hidden_layers=2147483648, expected 1 to 128"),
+    ("gpt_oss", {"num_hidden_layers": 2 ** 31}, "num_hidden_layers=2147483648, expected 1 to 128"),
     ("olmoe", {"num_hidden_layers": None}, "num_hidden_layers is not there"),
     ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
@@ -100,6 +102,28 @@ REFUSED = [
 def test_what_would_compute_something_else_is_refused(name, change, message):
     with pytest.raises(ColibriError, match=message):
         sources.header_fields(Values({**config(name), **change}, name))
+
+
+@pytest.mark.parametrize(("name", "keys", "expected"), [
+    ("mixtral", ["rope_parameters"], {"rope_theta": 1e6}),
+    ("deepseek_v3", ["n_group", "topk_group", "routed_scaling_factor"],
+     {"num_groups": 8, "topk_groups": 4, "routed_scaling": 2.5})])
+def test_what_a_config_leaves_out_is_as_the_original_has_it(name, keys, expected):
+    left = {key: value for key, value in config(name).items() if key not in keys}
+    fields = sources.header_fields(Values(left, name))[1]
+    assert {key: fields[key] for key in expected} == expected
+
+
+def test_no_more_dense_layers_than_layers():
+    values = {**config("deepseek_v3"), "first_k_dense_replace": 2 ** 31}
+    assert sources.header_fields(Values(values, "case"))[1]["dense_layers"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])
+def test_names_of_fp8(fmt):
+    quantization = {"quant_method": "fp8", "fmt": fmt, "activation_scheme": "dynamic", "weight_block_size": [64, 32]}
+    values = {**config("minimax_m2"), "quantization_config": quantization}
+    assert sources.header_fields(Values(values, "case"))[1]["fp8_block"] == [64, 32]
 
 
 PT = Path(__file__).parent / "data" / "pt"

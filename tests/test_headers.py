@@ -12,6 +12,7 @@ from colibri import headers
 from colibri.headers import NATIVE, Headers, evaluate
 
 CONFIG = {"num_experts": 7, "k": 3, "num_heads": 0, "vocab_size": 0, "max_batch": 48, "max_seq_len": 40}
+LONG = {"max_seq_len": 5000, "num_kv_heads": 2, "window_piece": 200}
 
 
 def compiled(config, directory):
@@ -23,6 +24,8 @@ def compiled(config, directory):
         prints += [f'printf("\\"{name}.{field}\\": %zu,\\n", offsetof({name}, {field}));' for field in dtype.names]
     prints.append('#define ROW(name, type, rows, columns) printf("\\"state.%s\\": [%zu, %ld, %ld],\\n", #name, '
                   "sizeof(type), (long)(rows), (long)(columns));\nlong num_layers = 5, num_slots = 3;\n"
+                  "BinHeader header = {.window = 6, .window_layers = {0x2a}};\n"  # the last is no layer
+                  "long cache_positions = cache_sizes(&header, num_layers).cache_positions;\n"
                   "STATE_BUFFERS(ROW)")
     source = directory / "sizes.c"
     source.write_text('#include <stdio.h>\n#include <stddef.h>\n#include "colibri.h"\n#include "model.h"\n'
@@ -33,7 +36,7 @@ def compiled(config, directory):
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
-@pytest.mark.parametrize("config", [{}, CONFIG])
+@pytest.mark.parametrize("config", [{}, CONFIG, LONG])
 def test_headers_agree_with_the_compiler(config, tmp_path):
     reader, seen = Headers(config), compiled(config, tmp_path)
     for name, value in reader.constants.items():
@@ -42,7 +45,7 @@ def test_headers_agree_with_the_compiler(config, tmp_path):
         assert seen[name] == dtype.itemsize, name
         for field in dtype.names:
             assert seen[f"{name}.{field}"] == dtype.fields[field][1], (name, field)
-    buffers = reader.state_buffers(num_layers=5, num_slots=3)
+    buffers = reader.state_buffers({"num_layers": 5, "window": 6, "window_layers": [0x2a, 0, 0, 0]}, num_slots=3)
     assert len(buffers) == sum(name.startswith("state.") for name in seen)
     for buffer in buffers:
         assert seen[f"state.{buffer.name}"] == [buffer.dtype.itemsize, buffer.rows, buffer.columns]

@@ -12,7 +12,19 @@ import sys
 import numpy as np
 import pytest
 import reference
-from reference import BF16, F16, F32, GELU, RELU, ROUTERS, SIGMOID, SILU, TOPK_SOFTMAX, fields
+from reference import (
+    BF16,
+    CLAMPED_SWIGLU,
+    F16,
+    F32,
+    GELU,
+    RELU,
+    ROUTERS,
+    SIGMOID,
+    SILU,
+    TOPK_SOFTMAX,
+    fields,
+)
 
 from colibri.errors import ColibriError
 from colibri.headers import NATIVE
@@ -20,13 +32,16 @@ from colibri.native import Library
 
 ROOT = NATIVE.parent
 BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "weight_dtype",
-         "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups")
+         "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups",
+         "expert_bias")
 # A variant of the library is a compilation, so each covers several of the things to cover.
 VARIANTS = {
     "two-matrix f32 gelu": fields(num_experts=1, k=1, hidden=7, ffn=9, weight_dtype=F32, activation=GELU, gated=0),
     "gated f16 silu": fields(num_experts=8, k=2, hidden=300, ffn=200, activation=SILU),
     "two-matrix bf16 relu": fields(num_experts=5, k=5, hidden=65, ffn=100, weight_dtype=BF16, activation=RELU, gated=0),
     "smallest": fields(num_experts=2, k=1, hidden=1, ffn=1, activation=GELU),
+    "biases, clamped": fields(num_experts=6, k=2, hidden=65, ffn=41, weight_dtype=F32, activation=CLAMPED_SWIGLU,
+                            expert_bias=1, router_kind=TOPK_SOFTMAX, router_logit_bias=1),
     "60 experts": fields(num_experts=60, k=8, hidden=65, ffn=9, weight_dtype=F32, router_kind=TOPK_SOFTMAX,
                        routed_scaling=2.5),
     "128 experts": fields(num_experts=128, k=3, hidden=33, ffn=24, weight_dtype=BF16, renormalize=0),
@@ -77,7 +92,7 @@ class HostModel:
             owner, field = (layers[int(name.split(".")[1])], name.split(".")[2]) if "." in name else (weights, name)
             owner[field] = array.ctypes.data
         batch = np.zeros(1, structs["Batch"])
-        block = self.library.state_bytes(0, model["num_layers"], num_slots)
+        block = self.library.state_bytes(0, header.ctypes.data, num_slots)
         memory = np.zeros(block + 4096, np.uint8)
         start = -memory.ctypes.data % 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
@@ -85,7 +100,7 @@ class HostModel:
         self.library.bind(self.model.ctypes.data, 0, header.ctypes.data, weights.ctypes.data, layers.ctypes.data,
                           memory.ctypes.data + start, batch.ctypes.data, num_slots, num_threads, None)
         self.batch, self.state = batch[0], {}
-        for buffer in self.library.headers.state_buffers(model["num_layers"], num_slots):
+        for buffer in self.library.headers.state_buffers(header[0], num_slots):
             size = buffer.rows * buffer.columns * buffer.dtype.itemsize
             view = memory[start:start + size].view(buffer.dtype)
             self.state[buffer.name] = view.reshape(buffer.rows, buffer.columns)
@@ -201,8 +216,9 @@ def test_router_on_random_and_tied_logits(name):
     logits[100:200] = np.round(logits[100:200])           # many ties
     logits[200:250] = rng.choice([0.0, -0.0], (50, num_experts))
     logits[250:300] -= 60                                  # sigmoid close to 0
-    bias = model["layers"][0]["router_bias"]
+    bias, logit_bias = (model["layers"][0][name] for name in ("router_bias", "router_logit_bias"))
     ids, weights = host.route(logits)
+    logits = logits if logit_bias is None else logits + logit_bias
     for t in range(len(logits)):
         expected_ids, expected = reference.route(logits[t].astype(np.float64) + 0.0, model, bias)
         if list(ids[t]) != expected_ids:  # only where float32 cannot tell two scores apart

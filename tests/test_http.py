@@ -254,6 +254,20 @@ def test_two_requests_on_a_connection_that_stays(service):
     assert got.endswith('{"status": "ready"}\n')
 
 
+def test_a_thousand_requests_at_once_on_a_connection(service):
+    """They are answered in order, in turn with other clients, and no faster than they are read."""
+    get = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), TIMEOUT) as connection:
+        sender = threading.Thread(target=connection.sendall, args=[get * 5000])
+        sender.start()
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 5000 or not received.endswith(b"}\n"):
+            received += (data := connection.recv(1 << 20))
+            assert data
+        sender.join()
+    assert received.count(b'{"status": "ok"}\n') == 5000
+
+
 def test_a_body_in_pieces_and_an_old_client(service):
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -206,6 +206,53 @@ def test_megatron(tmp_path, gated, fc1, fc2):
                                                          str(tmp_path / "b.bin"), *CHOICES]))
 
 
+@pytest.mark.parametrize("gated", [0, 1])
+def test_megatron_experts_in_two_matrices(tmp_path, gated):
+    """Its forward pass is rows @ weight1.view(E, hidden, -1)[e], gate columns before up columns, then @ weight2's."""
+    experts, hidden, ffn = 5, 8, 12
+    generator, columns = np.random.default_rng(6), ffn * (1 + gated)
+    router, weight1, weight2 = (generator.standard_normal(shape).astype(np.float32) for shape in (
+        (experts, hidden), (hidden, experts * columns), (experts * ffn, hidden)))
+    place = "decoder.layers.0.mlp."
+    arrays = {place + "router.weight": router, place + "experts.weight1": weight1, place + "experts.weight2": weight2}
+    header, got = convert(write_pt(tmp_path / "a.pt", arrays), tmp_path / "a.bin", "--k", "2", "--activation", "silu",
+                          "--renormalize")
+    assert (header["num_experts"], header["hidden"], header["ffn"], header["gated"]) == (experts, hidden, ffn, gated)
+    x = generator.standard_normal((3, hidden)).astype(np.float32)
+    for e in range(experts):
+        np.testing.assert_allclose(x @ got["layers.0.experts_up"][e].T,
+                                   x @ weight1.reshape(experts, hidden, columns)[e], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(got["layers.0.experts_down"][e].T, weight2.reshape(experts, ffn, hidden)[e])
+    arrays[place + "experts.weight1"] = np.asfortranarray(weight1)  # has no such view
+    with pytest.raises(ColibriError, match="experts.weight1: float32 with strides, expected one block of plain floats"):
+        read_all(write_pt(tmp_path / "b.pt", arrays), "--k", "2", "--activation", "silu", "--renormalize")
+
+
+def read_all(path, *flags):
+    return converter.convert(converter.parser().parse_args([str(path), str(path.with_suffix(".bin")), *flags]))
+
+
+def test_groups_and_scaling_of_bare_layers(capsys, tmp_path):
+    """From a config or from flags; a family whose models have them says what it takes where nothing tells."""
+    path = shutil.copy(DATA / "pt" / "fam_deepseek_v3.pt", tmp_path / "a.pt")
+    experts = convert(path, tmp_path / "0.bin", *CHOICES[:2], "--renormalize")[0]["num_experts"]
+    assert ("taken to choose from all experts and not to scale; if it does otherwise, give --num-groups, --topk-groups, "
+            "--routed-scaling") in capsys.readouterr().err
+    flags = ["--num-groups", experts, "--topk-groups", "2", "--routed-scaling", "2.5"]
+    one = convert(path, tmp_path / "1.bin", *CHOICES[:2], "--renormalize", *flags)[0]
+    assert (one["num_groups"], one["topk_groups"], one["routed_scaling"]) == (experts, 2, 2.5)
+    values = {"n_group": int(experts), "topk_group": 2, "routed_scaling_factor": 2.5, "num_experts_per_tok": 1,
+              "norm_topk_prob": True, "scoring_func": "sigmoid"}
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    assert convert(path, tmp_path / "2.bin")[0].tobytes() == one.tobytes() and not capsys.readouterr().err
+    assert "--topk-groups: 1, but" in refusal(capsys, path, tmp_path / "b.bin", "--topk-groups", "1")
+    (tmp_path / "a.json").write_text(json.dumps({**values, "scoring_func": "softmax"}))
+    assert 'scoring_func="softmax", expected softmax or sigmoid, as deepseek_v3' in refusal(
+        capsys, path, tmp_path / "b.bin")
+    (tmp_path / "a.json").write_text(json.dumps({**values, "n_group": 5}))
+    assert f"num_groups=5, expected a divisor of num_experts={experts}" in refusal(capsys, path, tmp_path / "b.bin")
+
+
 def test_megatron_correction_means_sigmoid_scores(tmp_path):
     arrays, _ = stack_arrays("decoder.layers.{n}.mlp.router.weight", MEGATRON + "linear_fc1.weight{e}",
                              MEGATRON + "linear_fc2.weight{e}")
@@ -272,11 +319,46 @@ def test_inspect_tells_what_is_missing(capsys, tmp_path):
     assert "a choice of --k, a choice of --activation" in capsys.readouterr().out
 
 
+def inspected(capsys, *arguments):
+    assert converter.main([*map(str, arguments), "--inspect", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_inspect_lists_files_that_are_missing(capsys, tmp_path):
+    figures = inspected(capsys, DATA / "pt" / "deepspeed_missing")
+    assert figures["missing"][:3] == ["a choice of --k", "a choice of --activation",
+                                      "a choice of --renormalize or --no-renormalize"]
+    assert figures["missing"][3] == "layer_1_expert_7_mp_rank_00_model_states.pt"
+    assert (figures["family"], figures["layers"], figures["experts"]) == ("deepspeed", 2, 12)
+    folder = shutil.copytree(FAMILY / "mixtral", tmp_path / "model")
+    (folder / "model-00003-of-00011.safetensors").unlink()
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    lost = {name for name, shard in weight_map.items() if shard == "model-00003-of-00011.safetensors"}
+    missing = inspected(capsys, folder)["missing"]
+    assert missing[0] == "model-00003-of-00011.safetensors" and set(missing[1:]) == lost
+
+
 def test_a_model_larger_than_the_memory_does_not_fit(capsys, monkeypatch):
     from converter import inspection
+    assert inspected(capsys, FAMILY / "mixtral")["fits"] is True
     monkeypatch.setattr(inspection, "_memory_bytes", lambda: 1 << 20)
-    assert converter.main([str(FAMILY / "mixtral"), "--inspect", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert inspected(capsys, FAMILY / "mixtral")["fits"] is False
+
+
+@pytest.mark.parametrize("tool, name, memory, fits", [
+    (None, "qwen3_moe", None, None), ("echo 143771; echo 1", "qwen3_moe", 143771 << 20, True),
+    ("echo 1", "qwen3_moe", 1 << 20, False), ("echo 143771", "mixtral", 143771 << 20, False),  # f32
+    ("exit 9", "qwen3_moe", None, None), ("echo none", "qwen3_moe", None, None)])
+def test_whether_a_model_fits_the_gpu(capsys, monkeypatch, tmp_path, tool, name, memory, fits):
+    if tool:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    figures = inspected(capsys, FAMILY / name)
+    assert (figures["gpu_memory_bytes"], figures["fits_gpu"]) == (memory, fits)
+    assert converter.main([str(FAMILY / name), "--inspect"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fits this GPU:"))
+    assert line.split(":")[1].strip() == ("none found" if memory is None else "yes" if fits else "no")
 
 
 @pytest.mark.parametrize("arguments, cause", [

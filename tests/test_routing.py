@@ -112,15 +112,19 @@ def test_sparsemixer():
     assert (ids, weights) == ([0, 2], near([0.5, 1.0]))  # a tie: both are near, then one is left
 
 
-def test_an_output_beyond_f16_is_kept():
-    """An expert's 1e5, weighed .1, gives 1e4, though weights are f16: the second of two experts, by softmax .9 and .1."""
+def beyond_f16():
+    """A model of which an expert gives 1e5, weighed .1, for ones: the second of two, by softmax .9 and .1."""
     config = fields(num_experts=2, k=2, hidden=2, ffn=8, weight_dtype=F16, activation=reference.RELU, gated=0)
     model = reference.random_model(np.random.default_rng(0), **config)
     layer = model["layers"][0]
     layer["router"] = np.float32([[0, LN(9)], [0, 0]])
     layer["up"][:], layer["down"][:] = 0, 0
     layer["up"][1, 0, 0], layer["down"][1, 0, 0] = 1000, 100
-    host = HostModel(model, max_seq_len=32)
+    return model
+
+
+def test_an_output_beyond_f16_is_kept():
+    host = HostModel(beyond_f16(), max_seq_len=32)
     x = host.moe(np.ones((1, 2), np.float32))
     assert host.state["expert_out"][1, 0] == 1e5
     assert x[0].tolist() == near([1e4, 0])

@@ -115,10 +115,30 @@ def test_prompts_one_after_another_and_short_ones_together(scheduler):
     requests = [request(bytes([65 + index]) * length, 1) for index, length in enumerate((40, 10, 10, 10))]
     for item in requests:
         scheduler.submit(item)
-    turn(scheduler, 3)
-    # The first one's chunk fills a call; its rest leaves room for two; the last one comes after them.
-    assert scheduler.calls == [[(0, 32)], [(0, 8), (1, 10), (2, 10)], [(3, 10)]]
+    turn(scheduler, 2)
+    # Nobody decodes: the first one leaves room for two of 64 tokens; the last one comes after them.
+    assert scheduler.calls == [[(0, 40), (1, 10), (2, 10)], [(3, 10)]]
     assert all(item.finish == "length" for item in requests)
+
+
+@pytest.mark.parametrize("chunk, sizes", [(2, [64, 64, 64, 8, 1, 1]), (80, [80, 80, 40, 1, 1]), (3, [64, 64, 64, 8, 1, 1])])
+def test_chunks_alone_and_in_company(small, scheduler, chunk, sizes):
+    """Alone 64 tokens; beside others the chunk, or as many as decode; above 64 always the chunk."""
+    scheduler.prefill_chunk = chunk
+    scheduler.submit(item := request(bytes(200), 3))
+    finish(scheduler, item)
+    assert [count for call in scheduler.calls for _, count in call] == sizes
+    del scheduler.calls[:]
+    others = [request(bytes([65 + index]), 100) for index in range(3)]
+    for other in others:
+        scheduler.submit(other)
+    turn(scheduler, 4)
+    scheduler.submit(again := request(bytes(200), 3))
+    finish(scheduler, again)
+    in_company = [call[0][1] for call in scheduler.calls if len(call) == 1 and call[0][1] > 1]
+    assert in_company == ([80, 80, 40] if chunk == 80 else [3] * 66 + [2])
+    assert again.tokens == item.tokens == alone(small, item)
+    finish(scheduler, *others)
 
 
 def test_first_come_first_served(scheduler):

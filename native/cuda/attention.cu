@@ -1,6 +1,7 @@
 /* Causal attention over the KV cache, a block for one token, one tile of queries that share a kv head, and one chunk of
- * positions. Chunks begin at multiples of CHUNK and are merged in their order, for few tokens by the last block of the
- * token to finish, for a long prompt by one block that takes all chunks: the same bits either way. */
+ * positions. Chunks are counted from the first position that the token sees and are merged in their order, for few
+ * tokens by the last block of the token to finish, for a long prompt by one block that takes all chunks: the same bits
+ * either way. */
 #include "common.cuh"
 
 #if NUM_HEADS
@@ -10,11 +11,12 @@ namespace {
 constexpr int THREADS = 128;
 constexpr int SPLIT_TOKENS = MAX_TOKENS < 64 ? MAX_TOKENS : 64; /* more fill the GPU without splitting positions */
 constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
+constexpr int LONGEST = HEAD_DIM > V_HEAD_DIM ? HEAD_DIM : V_HEAD_DIM;
 
 /* Queries of one block: a divisor of GROUP, bounded by what they hold in shared memory and registers. */
 constexpr int tile_queries() {
     int queries = 8;
-    while (GROUP % queries != 0 || (queries > 1 && queries * HEAD_DIM > 1024)) queries--;
+    while (GROUP % queries != 0 || (queries > 1 && queries * LONGEST > 1024)) queries--;
     return queries;
 }
 constexpr int QUERIES = tile_queries();
@@ -31,17 +33,30 @@ constexpr int CHUNKS = ceil_div(MAX_SEQ_LEN, CHUNK);
 constexpr int VECTOR = HEAD_DIM % 4 == 0 ? 4 : 2;
 using vector_t = std::conditional_t<VECTOR == 4, float4, float2>;
 
-constexpr int LANES = HEAD_DIM < THREADS ? HEAD_DIM : THREADS;     /* threads that share a row of values ... */
+constexpr int LANES = V_HEAD_DIM < THREADS ? V_HEAD_DIM : THREADS;  /* threads that share a row of values ... */
 constexpr int STREAMS = THREADS / LANES;                           /* ... and rows that are summed side by side */
-constexpr int PER_LANE = ceil_div(HEAD_DIM, LANES);
-constexpr int PER_THREAD = ceil_div(QUERIES * HEAD_DIM, THREADS); /* outputs that a thread keeps */
+constexpr int PER_LANE = ceil_div(V_HEAD_DIM, LANES);
+constexpr int OUTPUTS = QUERIES * V_HEAD_DIM;           /* of a block ... */
+constexpr int PER_THREAD = ceil_div(OUTPUTS, THREADS); /* ... and those that a thread keeps */
 
 struct Shared {
     alignas(16) float query[QUERIES][HEAD_DIM]; /* read as vectors */
     float score[CHUNK][QUERIES]; /* then exp(score - maximum) */
-    float stream[STREAMS][QUERIES * HEAD_DIM];
+    float stream[STREAMS][OUTPUTS];
     float maximum[QUERIES], sum[QUERIES];
 };
+
+/* The keys and values of a kv head that one token sees: rows `first`, first + 1, ..., in a ring of `ring` rows. */
+struct Seen {
+    const float *keys, *values;
+    int first, ring;
+};
+
+/* Row of position p of those; below 2 * ring before it is taken back into the ring. */
+template <bool WINDOW> __device__ int64_t row_of(const Seen &seen, int p) {
+    int row = seen.first + p;
+    return WINDOW && row >= seen.ring ? row - seen.ring : row;
+}
 
 /* softmax(scores) v of one or more chunks is value / sum; maximum is what exp was taken relative to. */
 struct Partial {
@@ -50,7 +65,7 @@ struct Partial {
 
 /* What a block leaves for the last of its token and tile. */
 struct ChunkResult {
-    float maximum[QUERIES], sum[QUERIES], value[QUERIES * HEAD_DIM];
+    float maximum[QUERIES], sum[QUERIES], value[OUTPUTS];
 };
 
 /* Written with explicit roundings, so that both places it is inlined in give the same bits. */
@@ -67,10 +82,12 @@ template <typename Vector> __device__ void add_product(float &sum, Vector a, Vec
     if constexpr (sizeof(Vector) == sizeof(float4)) sum += a.z * b.z, sum += a.w * b.w;
 }
 
-/* score[p] = q k[p] / sqrt(HEAD_DIM), a thread a position. */
-__device__ void score_positions(Shared &s, const float *keys, int num_positions) {
+/* score[p] = scale * q k[p], a thread a position. */
+template <bool WINDOW>
+__device__ void score_positions(Shared &s, const Seen &seen, int first, int num_positions, float scale) {
     for (int p = threadIdx.x; p < num_positions; p += THREADS) {
-        const vector_t *key = reinterpret_cast<const vector_t *>(keys + (int64_t)p * HEAD_DIM);
+        const float *row = seen.keys + row_of<WINDOW>(seen, first + p) * HEAD_DIM;
+        const vector_t *key = reinterpret_cast<const vector_t *>(row);
         float dot[QUERIES] = {};
 #pragma unroll 4
         for (int d = 0; d < HEAD_DIM / VECTOR; d++) {
@@ -80,7 +97,7 @@ __device__ void score_positions(Shared &s, const float *keys, int num_positions)
                 add_product(dot[q], reinterpret_cast<const vector_t *>(s.query[q])[d], k);
         }
 #pragma unroll
-        for (int q = 0; q < QUERIES; q++) s.score[p][q] = dot[q] * rsqrtf((float)HEAD_DIM);
+        for (int q = 0; q < QUERIES; q++) s.score[p][q] = dot[q] * scale;
     }
 }
 
@@ -98,16 +115,17 @@ __device__ void exponentiate(Shared &s, int num_positions) {
 }
 
 /* stream[i] = the sum over positions i, i + STREAMS, ... of score * value. */
-__device__ void sum_values(Shared &s, const float *values, int num_positions) {
+template <bool WINDOW> __device__ void sum_values(Shared &s, const Seen &seen, int first, int num_positions) {
     int stream = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     if (stream >= STREAMS) return;
     float acc[QUERIES][PER_LANE] = {};
 #pragma unroll 8
     for (int p = stream; p < num_positions; p += STREAMS) {
+        const float *values = seen.values + row_of<WINDOW>(seen, first + p) * V_HEAD_DIM;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int d = lane + i * LANES;
-            float value = d < HEAD_DIM ? values[(int64_t)p * HEAD_DIM + d] : 0.0f;
+            float value = d < V_HEAD_DIM ? values[d] : 0.0f;
 #pragma unroll
             for (int q = 0; q < QUERIES; q++) acc[q][i] += s.score[p][q] * value;
         }
@@ -117,25 +135,26 @@ __device__ void sum_values(Shared &s, const float *values, int num_positions) {
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int d = lane + i * LANES;
-            if (d < HEAD_DIM) s.stream[stream][q * HEAD_DIM + d] = acc[q][i];
+            if (d < V_HEAD_DIM) s.stream[stream][q * V_HEAD_DIM + d] = acc[q][i];
         }
 }
 
-/* One chunk; a thread gets outputs threadIdx.x, threadIdx.x + THREADS, ... of [query][HEAD_DIM]. */
-__device__ void attend(Partial (&out)[PER_THREAD], Shared &s, const float *keys, const float *values,
-                       int num_positions) {
+/* One chunk; a thread gets outputs threadIdx.x, threadIdx.x + THREADS, ... of [query][V_HEAD_DIM]. */
+template <bool WINDOW>
+__device__ void attend(Partial (&out)[PER_THREAD], Shared &s, const Seen &seen, int first, int num_positions,
+                       float scale) {
     __syncthreads(); /* queries are there, and the last chunk's streams have been read */
-    score_positions(s, keys, num_positions);
+    score_positions<WINDOW>(s, seen, first, num_positions, scale);
     __syncthreads();
     exponentiate(s, num_positions);
     __syncthreads();
-    sum_values(s, values, num_positions);
+    sum_values<WINDOW>(s, seen, first, num_positions);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
         int output = threadIdx.x + i * THREADS;
-        if (output >= QUERIES * HEAD_DIM) continue;
-        out[i] = {s.maximum[output / HEAD_DIM], s.sum[output / HEAD_DIM], 0.0f};
+        if (output >= OUTPUTS) continue;
+        out[i] = {s.maximum[output / V_HEAD_DIM], s.sum[output / V_HEAD_DIM], 0.0f};
         for (int stream = 0; stream < STREAMS; stream++) out[i].value += s.stream[stream][output];
     }
 }
@@ -145,10 +164,11 @@ __device__ bool merge_chunks(Partial (&out)[PER_THREAD], ChunkResult *chunks, in
     __shared__ bool last;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        int output = threadIdx.x + i * THREADS, query = output / HEAD_DIM;
-        if (output >= QUERIES * HEAD_DIM) continue;
+        int output = threadIdx.x + i * THREADS, query = output / V_HEAD_DIM;
+        if (output >= OUTPUTS) continue;
         chunks[chunk].value[output] = out[i].value;
-        if (output % HEAD_DIM == 0) chunks[chunk].maximum[query] = out[i].maximum, chunks[chunk].sum[query] = out[i].sum;
+        if (output % V_HEAD_DIM > 0) continue;
+        chunks[chunk].maximum[query] = out[i].maximum, chunks[chunk].sum[query] = out[i].sum;
     }
     __threadfence();
     __syncthreads();
@@ -161,37 +181,55 @@ __device__ bool merge_chunks(Partial (&out)[PER_THREAD], ChunkResult *chunks, in
     __threadfence();
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        int output = threadIdx.x + i * THREADS, query = output / HEAD_DIM;
+        int output = threadIdx.x + i * THREADS, query = output / V_HEAD_DIM;
         out[i] = {-INFINITY, 0.0f, 0.0f};
-        for (const ChunkResult *c = chunks; c < chunks + num_chunks && output < QUERIES * HEAD_DIM; c++)
+        for (const ChunkResult *c = chunks; c < chunks + num_chunks && output < OUTPUTS; c++)
             merge(out[i], {__ldcg(&c->maximum[query]), __ldcg(&c->sum[query]), __ldcg(&c->value[output])});
     }
     return true;
 }
 
-/* Grid: (tokens, TILES, CHUNKS), or (tokens, TILES) where a block takes every chunk. */
-__global__ void __launch_bounds__(THREADS)
-attention_kernel(float *attention, const float *qkv, const float *keys, const float *values, const Batch *batch,
-                 ChunkResult *chunks, int *arrived, int layer, int num_slots) {
+/* The query head that is a tile's query number `query`. */
+__device__ int head_of(int tile, int query) {
+    if (ATTENTION_KIND != ATTENTION_MOA) return tile * QUERIES + query;
+    return (tile * QUERIES % GROUP + query) * NUM_KV_HEADS + tile * QUERIES / GROUP;
+}
+
+struct Arguments {
+    float *out;               /* (tokens, NUM_HEADS, V_HEAD_DIM) */
+    const float *q;           /* rows of Q_STRIDE */
+    const float *keys, *values, *sinks;
+    const Batch *batch;
+    LayerCache cache;
+    float scale;
+};
+constexpr int Q_STRIDE = OWN_Q ? NUM_HEADS * HEAD_DIM : QKV_ROWS;
+
+/* Grid: (tokens, TILES, chunks), or (tokens, TILES) where a block takes every chunk. WINDOW: the layer has one. */
+template <bool WINDOW>
+__global__ void __launch_bounds__(THREADS) attention_kernel(Arguments a, ChunkResult *chunks, int *arrived) {
     __shared__ Shared s;
     pdl_wait();
     pdl_trigger();
     int token = blockIdx.x, tile = blockIdx.y, chunk = blockIdx.z;
-    if (token >= batch->num_tokens) return;
-    int num_positions = batch->positions[token] + 1, num_chunks = (num_positions - 1) / CHUNK + 1;
+    if (token >= a.batch->num_tokens) return;
+    int position = a.batch->positions[token];
+    int first = WINDOW && position >= a.cache.window ? position - a.cache.window + 1 : 0;
+    int num_positions = position - first + 1, num_chunks = (num_positions - 1) / CHUNK + 1;
     if (chunk >= num_chunks) return;
-    const float *query = qkv + (int64_t)token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + tile * QUERIES * HEAD_DIM;
-    for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS) s.query[i / HEAD_DIM][i % HEAD_DIM] = query[i];
-    int64_t timeline = ((int64_t)layer * num_slots + batch->slots[token]) * NUM_KV_HEADS + tile * QUERIES / GROUP;
-    int64_t start = timeline * MAX_SEQ_LEN * HEAD_DIM;
+    const float *query = a.q + (int64_t)token * Q_STRIDE;
+    for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS)
+        s.query[i / HEAD_DIM][i % HEAD_DIM] = query[head_of(tile, i / HEAD_DIM) * HEAD_DIM + i % HEAD_DIM];
+    int64_t row = cache_row(a.cache, a.batch->slots[token], tile * QUERIES / GROUP, 0);
+    Seen seen = {a.keys + row * HEAD_DIM, a.values + row * V_HEAD_DIM, WINDOW ? first % a.cache.positions : 0,
+                 a.cache.positions};
 
     Partial all[PER_THREAD];
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) all[i] = {-INFINITY, 0.0f, 0.0f};
     for (; chunk < num_chunks; chunk++) {
         Partial one[PER_THREAD] = {};
-        int64_t first = start + (int64_t)chunk * CHUNK * HEAD_DIM;
-        attend(one, s, keys + first, values + first, min(CHUNK, num_positions - chunk * CHUNK));
+        attend<WINDOW>(one, s, seen, chunk * CHUNK, min(CHUNK, num_positions - chunk * CHUNK), a.scale);
         if (gridDim.z > 1 && num_chunks > 1) {
             int index = token * TILES + tile;
             if (!merge_chunks(one, chunks + (int64_t)index * CHUNKS, &arrived[index], chunk, num_chunks)) return;
@@ -200,11 +238,13 @@ attention_kernel(float *attention, const float *qkv, const float *keys, const fl
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) merge(all[i], one[i]);
     }
-    float *out = attention + ((int64_t)token * NUM_HEADS + tile * QUERIES) * HEAD_DIM;
+    float *out = a.out + (int64_t)token * NUM_HEADS * V_HEAD_DIM;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        int output = threadIdx.x + i * THREADS;
-        if (output < QUERIES * HEAD_DIM) out[output] = all[i].value / all[i].sum;
+        int output = threadIdx.x + i * THREADS, head = head_of(tile, output / V_HEAD_DIM);
+        if (output >= OUTPUTS) continue;
+        if (SINKS) merge(all[i], {a.sinks[head], 1.0f, 0.0f});
+        out[head * V_HEAD_DIM + output % V_HEAD_DIM] = all[i].value / all[i].sum;
     }
 }
 
@@ -218,9 +258,13 @@ int64_t cuda_attention_scratch_bytes() {
 int cuda_attention(Model *m, int num_tokens, int layer) {
     int *arrived = (int *)attention_scratch(m);
     ChunkResult *chunks = (ChunkResult *)(attention_scratch(m) + scratch_round(SPLIT_TOKENS * TILES * sizeof(int)));
-    dim3 grid(num_tokens, TILES, num_tokens <= SPLIT_TOKENS ? CHUNKS : 1);
-    return launch(m, "attention", attention_kernel, grid, THREADS, 0, m->state.attention, m->state.qkv,
-                  m->state.key_cache, m->state.value_cache, device_batch(m), chunks, arrived, layer, m->num_slots);
+    const State &s = m->state;
+    Arguments arguments = {s.attention, OWN_Q ? s.q : s.qkv, s.key_cache, s.value_cache, m->weights.layers[layer].sinks,
+                           device_batch(m), layer_cache(m, layer), m->header.attention_scale};
+    int window = arguments.cache.window, longest = window && window < MAX_SEQ_LEN ? window : MAX_SEQ_LEN;
+    dim3 grid(num_tokens, TILES, num_tokens <= SPLIT_TOKENS ? ceil_div(longest, CHUNK) : 1);
+    return launch(m, "attention", window ? attention_kernel<true> : attention_kernel<false>, grid, THREADS, 0,
+                  arguments, chunks, arrived);
 }
 
 #else

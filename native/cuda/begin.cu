@@ -23,7 +23,7 @@ __global__ void begin_kernel(Batch *copy, const Batch *batch, int num_tokens) {
     }
 }
 
-__global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch) {
+__global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch, float multiplier) {
     pdl_wait();
     pdl_trigger();
     int t = blockIdx.x, i = blockIdx.y * THREADS + threadIdx.x;
@@ -34,7 +34,7 @@ __global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch
     }
     int row = batch->tokens[t];
     const weight_t *panel = embed + (int64_t)(row / PANEL_ROWS) * HIDDEN * PANEL_ROWS;
-    x[(int64_t)t * HIDDEN + i] = to_float(panel[(int64_t)i * PANEL_ROWS + row % PANEL_ROWS]);
+    x[(int64_t)t * HIDDEN + i] = to_float(panel[(int64_t)i * PANEL_ROWS + row % PANEL_ROWS]) * multiplier;
 }
 
 } // namespace
@@ -46,5 +46,5 @@ int cuda_begin(Model *m, int num_tokens) {
 
 int cuda_embed(Model *m, int num_tokens) {
     return launch(m, "embed", embed_kernel, dim3(num_tokens, ceil_div(HIDDEN, THREADS)), THREADS, 0, m->state.x,
-                  m->weights.embed, device_batch(m));
+                  m->weights.embed, device_batch(m), m->header.embedding_multiplier);
 }

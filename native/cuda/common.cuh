@@ -23,16 +23,21 @@ int cuda_begin(Model *m, int num_tokens);
 int cuda_embed(Model *m, int num_tokens);
 int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
 int cuda_qkv(Model *m, int num_tokens, const Layer *layer);
+int cuda_queries(Model *m, int num_tokens, int layer);
 int cuda_rope(Model *m, int num_tokens, int layer);
 int cuda_attention(Model *m, int num_tokens, int layer);
 int cuda_attention_out(Model *m, int num_tokens, const Layer *layer);
 int cuda_router(Model *m, int num_tokens, int layer, const float *input);
+int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
 int cuda_experts_down(Model *m, int num_tokens, const Layer *layer);
 int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual);
 int cuda_gather_norm(Model *m, int num_logits);
 int cuda_lm_head(Model *m, int num_logits);
 int cuda_sample(Model *m, int num_logits);
+
+/* q_b and kv_b of ATTENTION_LATENT: from the latents of qkv to q and kv. */
+int cuda_latent_products(Model *m, int num_tokens, const Layer *layer);
 
 /* The scratch block: the step's batch, copied to the device by begin; the MoE's part; the dense products' and attention's. */
 int64_t cuda_moe_scratch_bytes();
@@ -124,9 +129,20 @@ __device__ __forceinline__ uint32_t to_weights(float low, float high) {
 }
 
 /* The sum over the warp's lanes, in every lane, in one fixed order. */
-__device__ __forceinline__ float warp_sum(float value) {
+template <typename T> __device__ __forceinline__ T warp_sum(T value) {
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
+}
+
+/* The sum over a block of THREADS, in every thread, in an order that THREADS fixes. A kernel calls it once a T. */
+template <int THREADS, typename T> __device__ T block_sum(T value) {
+    __shared__ T warps[THREADS / 32];
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    T sum = 0;
+    for (int warp = 0; warp < THREADS / 32; warp++) sum += warps[warp];
+    return sum;
 }
 
 __device__ __forceinline__ float warp_max(float value) {
@@ -135,12 +151,29 @@ __device__ __forceinline__ float warp_max(float value) {
 }
 
 __device__ __forceinline__ float activate(float value) {
-#if ACTIVATION == ACTIVATION_SILU
-    return value / (1.0f + expf(-value));
-#elif ACTIVATION == ACTIVATION_GELU
+#if ACTIVATION == ACTIVATION_GELU
     return 0.5f * value * (1.0f + erff(value * 0.70710678f));
+#elif ACTIVATION == ACTIVATION_RELU
+    return value < 0.0f ? 0.0f : value; /* NaN stays NaN */
 #else
-    return fmaxf(value, 0.0f);
+    return value / (1.0f + expf(-value));
+#endif
+}
+
+/* The header's numbers of ACTIVATION_CLAMPED_SWIGLU. */
+struct Swiglu {
+    float alpha, limit;
+};
+inline Swiglu swiglu_of(const Model *m) { return {m->header.swiglu_alpha, m->header.swiglu_limit}; }
+
+/* A gated output of its two sums. */
+__device__ __forceinline__ float activate_gated(float gate, float up, const Swiglu &swiglu) {
+#if ACTIVATION == ACTIVATION_CLAMPED_SWIGLU
+    gate = gate > swiglu.limit ? swiglu.limit : gate; /* NaN stays NaN */
+    up = up > swiglu.limit ? swiglu.limit : up < -swiglu.limit ? -swiglu.limit : up;
+    return gate / (1.0f + expf(-swiglu.alpha * gate)) * (up + 1.0f);
+#else
+    return activate(gate) * up;
 #endif
 }
 

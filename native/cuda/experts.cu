@@ -43,6 +43,8 @@ struct Job {
     Panels panels;
     const float *input;         /* (num_tokens or num_tokens * K, COLUMNS) */
     float *output;              /* (num_tokens * K, OUTPUTS) */
+    const float *bias;          /* the experts', where P::HAS_BIAS */
+    Swiglu swiglu;
     const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
     const int32_t *assignments; /* (num_tokens * K) */
     float *partials;            /* (SPLITS, DECODE_ASSIGNMENTS, PANELS * PANEL_ROWS) */
@@ -189,19 +191,16 @@ __device__ __forceinline__ float add_warps(const Shared &s, int token, int row) 
     return sum;
 }
 
-/* Writes the outputs of one panel for tokens [0, count) of a tile; value(token, row) is a sum. */
+/* Writes the outputs of one panel for tokens [0, count) of one expert's tile; value(token, row) is a sum. */
 template <class P, class Value>
-__device__ __forceinline__ void write_outputs(const Job &job, int panel, int count, const uint16_t *rows, Value value) {
+__device__ __forceinline__ void write_outputs(const Job &job, int expert, int panel, int count, const uint16_t *rows,
+                                              Value value) {
     constexpr int PER_PANEL = P::IS_GATED ? PANEL_ROWS / 2 : PANEL_ROWS;
     for (int i = threadIdx.x; i < count * PER_PANEL; i += THREADS) {
         int token = i / PER_PANEL, place = i % PER_PANEL, output = panel * PER_PANEL + place;
-        float result;
-        if constexpr (P::IS_GATED) {
-            int row = place / GATE_GROUP * 2 * GATE_GROUP + place % GATE_GROUP;
-            result = activate(value(token, row)) * value(token, row + GATE_GROUP);
-        } else {
-            result = P::ACTIVATES ? activate(value(token, place)) : value(token, place);
-        }
+        int row = P::IS_GATED ? place / GATE_GROUP * 2 * GATE_GROUP + place % GATE_GROUP : place;
+        float result = finish_output<P>(job.bias, job.swiglu, expert, output, value(token, row),
+                                        P::IS_GATED ? value(token, row + GATE_GROUP) : 0.0f);
         if (output < P::OUTPUTS) job.output[(int64_t)rows[token] * P::OUTPUTS + output] = result;
     }
 }
@@ -230,7 +229,8 @@ __device__ void finish_item(Shared &s, const Job &job, const Cursor<P> &at, cons
         if (count <= 0) break;
         gather_sums(s, acc[n], at.turn);
         if constexpr (P::SPLITS == 1) {
-            write_outputs<P>(job, at.panel, count, rows + n * 8, [&](int t, int row) { return add_warps(s, t, row); });
+            write_outputs<P>(job, tile.expert, at.panel, count, rows + n * 8,
+                             [&](int t, int row) { return add_warps(s, t, row); });
         } else {
             float *part = job.partials + ((int64_t)at.split * DECODE_ASSIGNMENTS + tile.first + n * 8) * ROWS;
             for (int i = threadIdx.x; i < count * PANEL_ROWS; i += THREADS)
@@ -241,7 +241,7 @@ __device__ void finish_item(Shared &s, const Job &job, const Cursor<P> &at, cons
     if constexpr (P::SPLITS > 1) {
         if (!is_last_part<P>(s, job.arrived + at.tile * P::PANELS + at.panel)) return;
         const float *parts = job.partials + (int64_t)tile.first * ROWS + at.panel * PANEL_ROWS;
-        write_outputs<P>(job, at.panel, tile.count, rows, [&](int token, int row) {
+        write_outputs<P>(job, tile.expert, at.panel, tile.count, rows, [&](int token, int row) {
             float part[P::SPLITS], sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < P::SPLITS; i++)
@@ -352,12 +352,14 @@ __global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(con
     if (Cursor<P>::TAKES_ITEMS) leave(job);
 }
 
-template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *weights, const float *input,
-                                     float *output, float *partials) {
+template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *weights, const float *bias,
+                                     const float *input, float *output, float *partials) {
     Job job;
     TRY(describe_panels(&job.panels, weights, P::COLUMNS, P::PANELS * NUM_EXPERTS));
     job.input = input;
     job.output = output;
+    job.bias = bias;
+    job.swiglu = swiglu_of(m);
     job.offsets = m->state.expert_offsets;
     job.assignments = m->state.assignments;
     job.partials = partials;
@@ -370,37 +372,68 @@ template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *w
     return launch(m, P::NAME, experts_kernel<P, 2>, grid, THREADS, bytes, job);
 }
 
-/* A thread an output: x[t] = (residual ? x[t] : 0) + the slots' outputs in order. */
-__global__ void combine_kernel(float *x, const float *out, const float *weights, const Batch *batch, int residual) {
+/* A thread an output: x[t] = (residual ? x[t] : 0) + multiplier * (the slots' outputs in order + mlp_out + bias), the
+ * last two where not NULL. */
+template <int SLOTS>
+__global__ void combine_kernel(float *x, const float *out, const float *weights, const float *mlp_out,
+                               const float *bias, const Batch *batch, int residual, float multiplier) {
     pdl_wait();
     pdl_trigger();
     int token = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
     if (token >= batch->num_tokens || i >= HIDDEN) return;
-    float value[K], sum = 0.0f;
+    float value[SLOTS + 1], sum = 0.0f;
 #pragma unroll
-    for (int slot = 0; slot < K; slot++) value[slot] = out[((int64_t)token * K + slot) * HIDDEN + i];
+    for (int slot = 0; slot < SLOTS; slot++) value[slot] = out[((int64_t)token * K + slot) * HIDDEN + i];
     float *to = x + (int64_t)token * HIDDEN + i;
     float base = residual ? *to : 0.0f;
 #pragma unroll
-    for (int slot = 0; slot < K; slot++) sum = fmaf(weights[token * K + slot], value[slot], sum);
-    *to = base + sum;
+    for (int slot = 0; slot < SLOTS; slot++) sum = fmaf(weights[token * K + slot], value[slot], sum);
+    if (mlp_out) sum += mlp_out[(int64_t)token * HIDDEN + i];
+    if (bias) sum += bias[i];
+    *to = base + multiplier * sum;
+}
+
+int add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *mlp_out, const float *bias) {
+    dim3 grid(ceil_div(HIDDEN, 128), num_tokens);
+    return launch(m, "combine", has_slots ? combine_kernel<K> : combine_kernel<0>, grid, 128, 0, m->state.x,
+                  m->state.expert_out, m->state.expert_weights, mlp_out, bias, device_batch(m), residual,
+                  m->header.residual_multiplier);
 }
 
 } // namespace
 
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
     if (num_tokens > DECODE_TOKENS) return prefill_up(m, num_tokens, layer, input);
-    return launch_decode<Up>(m, num_tokens, layer->experts_up, input, m->state.expert_mid, moe(m)->up_partials);
+    return launch_decode<Up>(m, num_tokens, layer->experts_up, layer->experts_up_bias, input, m->state.expert_mid,
+                             moe(m)->up_partials);
 }
 
 int cuda_experts_down(Model *m, int num_tokens, const Layer *layer) {
     if (num_tokens > DECODE_TOKENS) return prefill_down(m, num_tokens, layer);
-    return launch_decode<Down>(m, num_tokens, layer->experts_down, m->state.expert_mid, m->state.expert_out,
-                               moe(m)->down_partials);
+    return launch_decode<Down>(m, num_tokens, layer->experts_down, layer->experts_down_bias, m->state.expert_mid,
+                               m->state.expert_out, moe(m)->down_partials);
 }
 
-int cuda_combine(Model *m, int num_tokens, const Layer *, int residual) {
-    dim3 grid(ceil_div(HIDDEN, 128), num_tokens);
-    return launch(m, "combine", combine_kernel, grid, 128, 0, m->state.x, m->state.expert_out,
-                  m->state.expert_weights, device_batch(m), residual);
+int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual) {
+    return add_up(m, num_tokens, residual, layer->router, layer->mlp_up ? m->state.mlp_out : nullptr,
+                  layer->ffn_out_bias);
 }
+
+#if ATTENTION_KIND == ATTENTION_MOA
+int cuda_queries(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    TRY(cuda_route(m, num_tokens, layer, m->state.normed, weights->attention_router, nullptr, nullptr, false));
+    if (num_tokens > DECODE_TOKENS) return prefill_moa_in(m, num_tokens, weights);
+    return launch_decode<MoaIn>(m, num_tokens, weights->attention_experts_in, nullptr, m->state.normed, m->state.q,
+                                moe(m)->up_partials);
+}
+
+int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
+    if (num_tokens > DECODE_TOKENS)
+        TRY(prefill_moa_out(m, num_tokens, layer));
+    else
+        TRY(launch_decode<MoaOut>(m, num_tokens, layer->attention_experts_out, nullptr, m->state.attention,
+                                  m->state.expert_out, moe(m)->down_partials));
+    return add_up(m, num_tokens, 1, true, nullptr, layer->attention_out_bias);
+}
+#endif

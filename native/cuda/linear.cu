@@ -1,4 +1,5 @@
-/* The dense products q/k/v, attention_out and lm_head: out[t] = W in[t], for one token as for a whole prompt.
+/* The dense products q/k/v, those of latent attention, attention_out, mlp and lm_head: out[t] = scale * (W in[t] + bias),
+ * for one token as for a whole prompt.
  *
  * Decode is bound by reading W, so weights go straight from memory into the registers of a matrix instruction: a lane
  * loads 8 rows (16 bytes) of 4 columns, and byte permutes pair the columns up. Inputs are split into two weight-typed
@@ -10,7 +11,7 @@
  * way the bits of a row's result depend on nothing but the row. */
 #include "common.cuh"
 
-#if NUM_HEADS
+#if NUM_HEADS || MLP_FFN
 
 namespace {
 
@@ -25,28 +26,63 @@ constexpr int ENOUGH_BLOCKS = 2048;  /* ... and no more blocks than keep a GPU e
 constexpr int at_most(int a, int b) { return a < b ? a : b; }
 constexpr int at_least(int a, int b) { return a > b ? a : b; }
 
-template <int ROWS_, int COLUMNS_> struct Shape {
-    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
+} // namespace
+
+/* Of a matrix; its input is columns FIRST, FIRST + 1, ... of rows of STRIDE. In no namespace: there, what a shape leaves
+ * unused would be a warning. */
+template <int ROWS_, int COLUMNS_, int STRIDE_ = COLUMNS_, int FIRST_ = 0> struct Shape {
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, STRIDE = STRIDE_, FIRST = FIRST_;
+    static constexpr bool WHOLE_STEPS = COLUMNS % STEP == 0;
+    static constexpr bool VECTORS = WHOLE_STEPS && STRIDE % 4 == 0 && FIRST % 4 == 0;
     static constexpr int PANELS = ceil_div(ROWS, PANEL_ROWS);
-    static constexpr int SEGMENTS = at_most(ceil_div(COLUMNS, SEGMENT_COLUMNS), at_least(1, ENOUGH_BLOCKS / PANELS));
+    static constexpr int SEGMENTS =
+        at_most(ceil_div(COLUMNS, SEGMENT_COLUMNS), at_least(1, ENOUGH_BLOCKS / at_least(1, PANELS)));
     static constexpr int WARP_COLUMNS = round_up(ceil_div(COLUMNS, SEGMENTS * WARPS), STEP);
+    static constexpr int GATED_OUTPUTS = 0; /* of rows that are gate and up in groups of GATE_GROUP */
 };
 
-using Qkv = Shape<(NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN>;
-using AttentionOut = Shape<HIDDEN, NUM_HEADS * HEAD_DIM>;
+/* Of an mlp's width: stored like one gated expert. */
+template <int FFN_> struct MlpUp : Shape<2 * GATE_GROUP * ceil_div(FFN_, GATE_GROUP), HIDDEN> {
+    static constexpr int GATED_OUTPUTS = FFN_;
+};
+template <int FFN_> using MlpDown = Shape<FFN_ ? HIDDEN : 0, FFN_>;
+
+namespace {
+
+using Qkv = Shape<QKV_ROWS, HIDDEN>;
+using AttentionOut = Shape<HIDDEN, NUM_HEADS * V_HEAD_DIM>;
 using LmHead = Shape<VOCAB_SIZE, HIDDEN>;
+#if ATTENTION_KIND == ATTENTION_LATENT
+using KvB = Shape<KV_B_ROWS, KV_LORA_RANK, QKV_ROWS, QKV_ROWS - ROTARY_DIM - KV_LORA_RANK>;
+#else
+using KvB = Qkv;
+#endif
+#if Q_LORA_RANK
+using QB = Shape<NUM_HEADS * HEAD_DIM, Q_LORA_RANK, QKV_ROWS>;
+#else
+using QB = Qkv;
+#endif
 
 /* The scratch part: how many of a panel's blocks have arrived, then every segment's sums. Zero at first, and after
  * each product. */
 constexpr int64_t SEGMENT_FLOATS = MAX_TILES * TILE * PANEL_ROWS;
 template <class S> constexpr int64_t SPLIT_FLOATS = S::SEGMENTS > 1 ? S::PANELS * S::SEGMENTS * SEGMENT_FLOATS : 0;
-constexpr int64_t ARRIVED_BYTES =
-    at_least(Qkv::PANELS, at_least(AttentionOut::PANELS, LmHead::PANELS)) * (int64_t)sizeof(int);
+template <class... S> constexpr int64_t arrived_bytes() {
+    int panels = 0;
+    ((panels = at_least(panels, S::PANELS)), ...);
+    return panels * (int64_t)sizeof(int);
+}
+template <class... S> constexpr int64_t most_floats() {
+    int64_t floats = 0;
+    ((floats = floats > SPLIT_FLOATS<S> ? floats : SPLIT_FLOATS<S>), ...);
+    return floats;
+}
+constexpr int64_t ARRIVED_BYTES = arrived_bytes<Qkv, QB, KvB, AttentionOut, LmHead, MlpUp<MLP_FFN>, MlpDown<MLP_FFN>>();
 
 /* Columns c..c+3 of one input row, as the high and the low parts of a matrix instruction's operand. */
 template <class S> __device__ void load_input(uint2 &high, uint2 &low, const float *row, int c) {
     float x[4];
-    if constexpr (S::COLUMNS % STEP == 0) {
+    if constexpr (S::VECTORS) {
         float4 v = *reinterpret_cast<const float4 *>(row + c);
         x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
     } else {
@@ -62,7 +98,7 @@ template <class S> __device__ void load_input(uint2 &high, uint2 &low, const flo
 template <class S> __device__ void load_weights(uint4 (&w)[4], const uint4 *panel, int c, int end) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        bool inside = S::COLUMNS % STEP == 0 ? c < end : c + i < end;
+        bool inside = S::WHOLE_STEPS ? c < end : c + i < end;
         w[i] = inside ? __ldcs(panel + (int64_t)(c + i) * (PANEL_ROWS / 8)) : make_uint4(0, 0, 0, 0);
     }
 }
@@ -85,7 +121,7 @@ __device__ void multiply(float (&acc)[TILES][4][4], const uint4 (&w)[4], const f
     for (int n = 0; n < TILES; n++) {
         if (n * TILE >= num_tokens) break;
         uint2 high = {0, 0}, low = {0, 0};
-        if (n * TILE + token < num_tokens) load_input<S>(high, low, in + (int64_t)(n * TILE + token) * S::COLUMNS, c);
+        if (n * TILE + token < num_tokens) load_input<S>(high, low, in + (int64_t)(n * TILE + token) * S::STRIDE, c);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             multiply_add(acc[n][j], a[j], low.x, low.y);
@@ -167,10 +203,27 @@ __device__ bool add_segments(float (&total)[TILES][2], float *partials, int *arr
     return true;
 }
 
+/* Writes a panel's gated outputs: a gate's row is 8 lanes below its up row. Only for whole warps. */
+template <class S, int TILES>
+__device__ void write_gated(float *out, const float (&total)[TILES][2], int panel, int num_tokens, Swiglu swiglu) {
+    int row = threadIdx.x % PANEL_ROWS, output = panel * (PANEL_ROWS / 2) + row / (2 * GATE_GROUP) * GATE_GROUP;
+    bool is_gate = row % (2 * GATE_GROUP) < GATE_GROUP;
+    output += row % GATE_GROUP;
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+        for (int i = 0; i < 2; i++) {
+            int token = n * TILE + i * (TILE / 2) + threadIdx.x / PANEL_ROWS;
+            float up = __shfl_down_sync(~0u, total[n][i], GATE_GROUP);
+            if (is_gate && token < num_tokens && output < S::GATED_OUTPUTS)
+                out[(int64_t)token * S::GATED_OUTPUTS + output] = activate_gated(total[n][i], up, swiglu);
+        }
+}
+
 /* Grid: (panels * segments) for up to 64 tokens, else (panels, tiles of 64 tokens). */
 template <class S, int TILES, bool ADD>
 __global__ void __launch_bounds__(WARPS * 32, TILES <= 2 ? 2 : 1)
-linear_kernel(float *out, const weight_t *weight, const float *in, const int *num_rows, float *partials, int *arrived) {
+linear_kernel(float *out, const weight_t *weight, const float *bias, float scale, Swiglu swiglu, const float *in,
+              const int *num_rows, float *partials, int *arrived) {
     bool split = S::SEGMENTS > 1 && gridDim.y == 1;
     int panel = split ? blockIdx.x / S::SEGMENTS : blockIdx.x;
     int segment = split ? blockIdx.x % S::SEGMENTS : 0, segments_end = split ? segment + 1 : S::SEGMENTS;
@@ -184,6 +237,9 @@ linear_kernel(float *out, const weight_t *weight, const float *in, const int *nu
             load_weights<S>(w[d], rows, begin + threadIdx.x % 4 * 4 + d * STEP, min(begin + S::WARP_COLUMNS, S::COLUMNS));
     };
     prefetch();
+    int row = panel * PANEL_ROWS + threadIdx.x % PANEL_ROWS;
+    bias = bias && row < S::ROWS ? bias + row : nullptr;
+    if (bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias));
     pdl_wait();
     pdl_trigger();
     int first = blockIdx.y * MAX_TILES * TILE, num_tokens = min(*num_rows - first, MAX_TILES * TILE);
@@ -191,7 +247,7 @@ linear_kernel(float *out, const weight_t *weight, const float *in, const int *nu
     float total[TILES][2] = {};
     for (;;) {
         float acc[TILES][4][4];
-        sum_range<S, TILES>(acc, w, rows, in + (int64_t)first * S::COLUMNS, begin,
+        sum_range<S, TILES>(acc, w, rows, in + (int64_t)first * S::STRIDE + S::FIRST, begin,
                             min(begin + S::WARP_COLUMNS, S::COLUMNS), num_tokens);
         add_warps<TILES>(total, acc, num_tokens);
         if (++segment == segments_end) break;
@@ -199,22 +255,34 @@ linear_kernel(float *out, const weight_t *weight, const float *in, const int *nu
         prefetch();
     }
     if (split && !add_segments<S, TILES>(total, partials, arrived, panel, segment - 1, num_tokens)) return;
-    int row = panel * PANEL_ROWS + threadIdx.x % PANEL_ROWS;
+    if constexpr (S::GATED_OUTPUTS > 0) {
+        write_gated<S, TILES>(out + (int64_t)first * S::GATED_OUTPUTS, total, panel, num_tokens, swiglu);
+        return;
+    }
+    float constant = bias ? *bias : 0.0f;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
         for (int i = 0; i < 2; i++) {
             int token = n * TILE + i * (TILE / 2) + threadIdx.x / PANEL_ROWS;
-            float *y = out + (int64_t)(first + token) * S::ROWS + row;
-            if (token < num_tokens && row < S::ROWS) *y = ADD ? *y + total[n][i] : total[n][i];
+            float *y = out + (int64_t)(first + token) * S::ROWS + row, value = scale * (total[n][i] + constant);
+            if (token < num_tokens && row < S::ROWS) *y = ADD ? *y + value : value;
         }
 }
 
-template <class S, bool ADD>
-int linear(Model *m, int launch_rows, float *out, const weight_t *weight, const float *in, const int *num_rows) {
+/* What a product adds and multiplies with at its end. */
+struct Epilogue {
+    const float *bias; /* (ROWS), or NULL */
+    float scale;
+};
+
+template <class S, bool ADD = false>
+int linear(Model *m, int launch_rows, float *out, const weight_t *weight, Epilogue end, const float *in,
+           const int *num_rows) {
     int *arrived = (int *)linear_scratch(m);
     float *partials = (float *)(linear_scratch(m) + scratch_round(ARRIVED_BYTES));
     auto start = [&](auto kernel, dim3 grid) {
-        return launch(m, "linear", kernel, grid, WARPS * 32, 0, out, weight, in, num_rows, partials, arrived);
+        return launch(m, "linear", kernel, grid, WARPS * 32, 0, out, weight, end.bias, end.scale, swiglu_of(m), in,
+                      num_rows, partials, arrived);
     };
     dim3 split(S::PANELS * S::SEGMENTS);
     if (launch_rows <= TILE) return start(linear_kernel<S, 1, ADD>, split);
@@ -224,28 +292,76 @@ int linear(Model *m, int launch_rows, float *out, const weight_t *weight, const 
     return start(linear_kernel<S, MAX_TILES, ADD>, dim3(S::PANELS, ceil_div(launch_rows, MAX_TILES * TILE)));
 }
 
+constexpr int GATE_THREADS = 256;
+
+/* rows[t] *= sigmoid(gate . input[t]), a block a row. */
+__global__ void __launch_bounds__(GATE_THREADS)
+gate_kernel(float *rows, const float *input, const float *gate, const int *num_rows) {
+    pdl_wait();
+    pdl_trigger();
+    if ((int)blockIdx.x >= *num_rows) return;
+    const float *x = input + (int64_t)blockIdx.x * HIDDEN;
+    float *row = rows + (int64_t)blockIdx.x * HIDDEN, sum = 0.0f;
+    for (int i = threadIdx.x; i < HIDDEN; i += GATE_THREADS) sum = fmaf(gate[i], x[i], sum);
+    float weight = 1.0f / (1.0f + expf(-block_sum<GATE_THREADS>(sum)));
+    for (int i = threadIdx.x; i < HIDDEN; i += GATE_THREADS) row[i] *= weight;
+}
+
+template <int FFN_> int mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    const int *num_rows = &device_batch(m)->num_tokens;
+    if constexpr (FFN_ > 0) {
+        TRY(linear<MlpUp<FFN_>>(m, num_tokens, m->state.mlp_mid, layer->mlp_up, {nullptr, 1.0f}, input, num_rows));
+        TRY(linear<MlpDown<FFN_>>(m, num_tokens, m->state.mlp_out, layer->mlp_down, {nullptr, 1.0f}, m->state.mlp_mid,
+                                  num_rows));
+    }
+    if (!layer->shared_gate) return 0;
+    return launch(m, "shared_gate", gate_kernel, num_tokens, GATE_THREADS, 0, m->state.mlp_out, input,
+                  layer->shared_gate, num_rows);
+}
+
 } // namespace
 
 int64_t cuda_linear_scratch_bytes() {
-    int64_t floats = SPLIT_FLOATS<Qkv>;
-    if (SPLIT_FLOATS<AttentionOut> > floats) floats = SPLIT_FLOATS<AttentionOut>;
-    if (SPLIT_FLOATS<LmHead> > floats) floats = SPLIT_FLOATS<LmHead>;
-    return scratch_round(ARRIVED_BYTES) + scratch_round(floats * sizeof(float));
+    return scratch_round(ARRIVED_BYTES) +
+           scratch_round(most_floats<Qkv, QB, KvB, AttentionOut, LmHead, MlpUp<DENSE_FFN>, MlpDown<DENSE_FFN>,
+                                     MlpUp<SHARED_FFN>, MlpDown<SHARED_FFN>>() * sizeof(float));
 }
 
+int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    return layer->router ? mlp<SHARED_FFN>(m, num_tokens, layer, input) : mlp<DENSE_FFN>(m, num_tokens, layer, input);
+}
+
+#if NUM_HEADS
 int cuda_qkv(Model *m, int num_tokens, const Layer *layer) {
-    return linear<Qkv, false>(m, num_tokens, m->state.qkv, layer->qkv, m->state.normed, &device_batch(m)->num_tokens);
+    return linear<Qkv>(m, num_tokens, m->state.qkv, layer->qkv, {layer->qkv_bias, 1.0f}, m->state.normed,
+                       &device_batch(m)->num_tokens);
 }
 
+#if ATTENTION_KIND == ATTENTION_LATENT
+int cuda_latent_products(Model *m, int num_tokens, const Layer *layer) {
+    const int *num_rows = &device_batch(m)->num_tokens;
+#if Q_LORA_RANK
+    TRY(linear<QB>(m, num_tokens, m->state.q, layer->q_b, {nullptr, 1.0f}, m->state.qkv, num_rows));
+#endif
+    return linear<KvB>(m, num_tokens, m->state.kv, layer->kv_b, {nullptr, 1.0f}, m->state.qkv, num_rows);
+}
+#endif
+
+#if ATTENTION_KIND != ATTENTION_MOA
 int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
-    return linear<AttentionOut, true>(m, num_tokens, m->state.x, layer->attention_out, m->state.attention,
+    return linear<AttentionOut, true>(m, num_tokens, m->state.x, layer->attention_out,
+                                      {layer->attention_out_bias, m->header.residual_multiplier}, m->state.attention,
                                       &device_batch(m)->num_tokens);
 }
+#endif
 
 int cuda_lm_head(Model *m, int num_logits) {
-    return linear<LmHead, false>(m, num_logits, m->state.logits, m->weights.lm_head, m->state.normed,
-                                 &device_batch(m)->num_logits);
+    return linear<LmHead>(m, num_logits, m->state.logits, m->weights.lm_head,
+                          {m->weights.lm_head_bias, m->header.logits_multiplier}, m->state.normed,
+                          &device_batch(m)->num_logits);
 }
+
+#endif
 
 #else
 int64_t cuda_linear_scratch_bytes() { return 0; }

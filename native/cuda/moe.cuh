@@ -1,11 +1,11 @@
-/* The shapes of the two expert products, and the MoE's part of the scratch block. */
+/* The shapes of the experts' products, and the MoE's part of the scratch block. */
 #ifndef COLIBRI_CUDA_MOE_CUH
 #define COLIBRI_CUDA_MOE_CUH
 
 #include "common.cuh"
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
-constexpr int max_of(int a, int b) { return a > b ? a : b; }
+template <class T> constexpr T max_of(T a, T b) { return a > b ? a : b; }
 
 /* A step of up to DECODE_TOKENS tokens is bound by reading weights and split over the GPU by panels; a longer one goes
  * to the grouped product of prefill.cu. */
@@ -24,8 +24,8 @@ constexpr int column_splits(int panels, int columns) {
 struct Up {
     static constexpr const char *NAME = "experts_up";
     static constexpr int COLUMNS = HIDDEN, OUTPUTS = FFN, INPUT_DIVISOR = K;
-    static constexpr bool IS_GATED = GATED, ACTIVATES = true, ROUTED_BEFORE = false;
-    static constexpr int INDEX = 0; /* of the two products */
+    static constexpr bool IS_GATED = GATED, ACTIVATES = true, HAS_BIAS = EXPERT_BIAS, ROUTED_BEFORE = false;
+    static constexpr int INDEX = 0; /* of a routing's two products */
     static constexpr int PANELS = ceil_div(GATED ? 2 * GATE_GROUP * ceil_div(FFN, GATE_GROUP) : FFN, PANEL_ROWS);
     static constexpr int SPLITS = column_splits(PANELS, COLUMNS);
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * DECODE_ASSIGNMENTS * PANELS * PANEL_ROWS : 1;
@@ -34,9 +34,31 @@ struct Up {
 struct Down {
     static constexpr const char *NAME = "experts_down";
     static constexpr int COLUMNS = FFN, OUTPUTS = HIDDEN, INPUT_DIVISOR = 1;
-    static constexpr bool IS_GATED = false, ACTIVATES = false, ROUTED_BEFORE = true;
+    static constexpr bool IS_GATED = false, ACTIVATES = false, HAS_BIAS = EXPERT_BIAS, ROUTED_BEFORE = true;
     static constexpr int INDEX = 1;
     static constexpr int PANELS = ceil_div(HIDDEN, PANEL_ROWS);
+    static constexpr int SPLITS = column_splits(PANELS, COLUMNS);
+    static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * DECODE_ASSIGNMENTS * PANELS * PANEL_ROWS : 1;
+};
+
+/* ATTENTION_MOA's experts, which have a routing of their own: a slot's query heads, and what comes of their attention. */
+constexpr int MOA_COLUMNS = ATTENTION_KIND == ATTENTION_MOA ? NUM_KV_HEADS * HEAD_DIM : 0;
+struct MoaIn {
+    static constexpr const char *NAME = "attention_experts_in";
+    static constexpr int COLUMNS = HIDDEN, OUTPUTS = MOA_COLUMNS, INPUT_DIVISOR = K;
+    static constexpr bool IS_GATED = false, ACTIVATES = false, HAS_BIAS = false, ROUTED_BEFORE = false;
+    static constexpr int INDEX = 0;
+    static constexpr int PANELS = ceil_div(MOA_COLUMNS, PANEL_ROWS);
+    static constexpr int SPLITS = column_splits(PANELS, COLUMNS);
+    static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * DECODE_ASSIGNMENTS * PANELS * PANEL_ROWS : 1;
+};
+
+struct MoaOut {
+    static constexpr const char *NAME = "attention_experts_out";
+    static constexpr int COLUMNS = MOA_COLUMNS, OUTPUTS = HIDDEN, INPUT_DIVISOR = 1;
+    static constexpr bool IS_GATED = false, ACTIVATES = false, HAS_BIAS = false, ROUTED_BEFORE = true;
+    static constexpr int INDEX = 1;
+    static constexpr int PANELS = MOA_COLUMNS ? ceil_div(HIDDEN, PANEL_ROWS) : 0;
     static constexpr int SPLITS = column_splits(PANELS, COLUMNS);
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * DECODE_ASSIGNMENTS * PANELS * PANEL_ROWS : 1;
 };
@@ -48,19 +70,41 @@ constexpr int LOGIT_SLICES = ceil_div(HIDDEN, SLICE_COLUMNS);
 
 constexpr int TILE_BOUND = min_of(NUM_EXPERTS, DECODE_ASSIGNMENTS) + DECODE_ASSIGNMENTS / 8;
 
+constexpr int MOST_PANELS = max_of(max_of(Up::PANELS, Down::PANELS), max_of(MoaIn::PANELS, MoaOut::PANELS));
+
 struct MoeScratch {
     float partial_logits[LOGIT_SLICES][MAX_TOKENS][NUM_EXPERTS];
     int32_t faults[MAX_TOKENS];                           /* 1: the token's logits allow no choice */
     int32_t routed_blocks;                                /* of a step's tokens; 0 between steps */
     int32_t next_item[2], done_blocks[2];                 /* of experts_up, experts_down; 0 between products */
-    int32_t arrived[TILE_BOUND * max_of(Up::PANELS, Down::PANELS)]; /* splits that are done; 0 between products */
-    float up_partials[Up::PARTIALS];
-    float down_partials[Down::PARTIALS];
+    int32_t arrived[TILE_BOUND * MOST_PANELS];            /* splits that are done; 0 between products */
+    float up_partials[max_of(Up::PARTIALS, MoaIn::PARTIALS)];
+    float down_partials[max_of(Down::PARTIALS, MoaOut::PARTIALS)];
 };
+
+/* An output's sum or sums with the expert's biases, activated: (num_experts, OUTPUTS) each, gated all gates, then all
+ * ups of an expert. */
+template <class P>
+__device__ __forceinline__ float finish_output(const float *bias, const Swiglu &swiglu, int expert, int output,
+                                               float value, float up) {
+    if constexpr (P::HAS_BIAS) {
+        bias += (int64_t)expert * (P::IS_GATED ? 2 : 1) * P::OUTPUTS + min(output, P::OUTPUTS - 1);
+        value += bias[0];
+        if (P::IS_GATED) up += bias[P::OUTPUTS];
+    }
+    if (P::IS_GATED) return activate_gated(value, up, swiglu);
+    return P::ACTIVATES ? activate(value) : value;
+}
 
 /* Longer steps: prefill.cu. */
 int prefill_up(Model *m, int num_tokens, const Layer *layer, const float *input);
 int prefill_down(Model *m, int num_tokens, const Layer *layer);
+int prefill_moa_in(Model *m, int num_tokens, const Layer *layer);
+int prefill_moa_out(Model *m, int num_tokens, const Layer *layer);
+
+/* Ids, weights and lists from `router` and, where not NULL, its two biases; counted: in the totals of the layer's FFN. */
+int cuda_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
+               const float *correction, bool counted);
 
 inline MoeScratch *moe(const Model *m) { return reinterpret_cast<MoeScratch *>(moe_scratch(m)); }
 

@@ -1,4 +1,4 @@
-/* RMS norm, a block a row: of every token, or of the tokens whose logits are wanted. */
+/* The norm, a block a row: of every token, or of the tokens whose logits are wanted. */
 #include "common.cuh"
 
 namespace {
@@ -6,20 +6,18 @@ namespace {
 constexpr int THREADS = HIDDEN >= 4096 ? 1024 : HIDDEN >= 1024 ? 256 : 64;
 constexpr int PER_THREAD = (HIDDEN + THREADS - 1) / THREADS;
 
-/* The block's sum, in an order that THREADS fixes. */
-__device__ float sum_block(float value) {
-    __shared__ float warps[THREADS / 32];
-    value = warp_sum(value);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-    __syncthreads();
-    float sum = 0.0f;
-    for (int warp = 0; warp < THREADS / 32; warp++) sum += warps[warp];
-    return sum;
+/* The row's mean, summed in double: that of a residual stream may be a thousand times its deviation. */
+__device__ float mean_of(const float (&values)[PER_THREAD]) {
+    double sum = 0.0;
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; j++) sum += values[j];
+    return (float)(block_sum<THREADS>(sum) / HIDDEN);
 }
 
 /* Row i of out comes from row i of x, or rows[i]. */
 __global__ void __launch_bounds__(THREADS)
-norm_kernel(float *out, const float *x, const float *weight, const int *num_rows, const int *rows, float eps) {
+norm_kernel(float *out, const float *x, const float *weight, const float *bias, const int *num_rows, const int *rows,
+            float eps) {
     pdl_wait();
     pdl_trigger();
     int i = blockIdx.x;
@@ -30,25 +28,32 @@ norm_kernel(float *out, const float *x, const float *weight, const int *num_rows
     for (int j = 0; j < PER_THREAD; j++) {
         int c = threadIdx.x + j * THREADS;
         values[j] = c < HIDDEN ? row[c] : 0.0f;
+    }
+    float mean = NORM_KIND == NORM_LAYER ? mean_of(values) : 0.0f;
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; j++) {
+        if (NORM_KIND == NORM_LAYER) values[j] = threadIdx.x + j * THREADS < HIDDEN ? values[j] - mean : 0.0f;
         squares += values[j] * values[j];
     }
-    float scale = NORM_KIND == NORM_NONE ? 1.0f : 1.0f / sqrtf(sum_block(squares) / HIDDEN + eps);
+    float scale = NORM_KIND == NORM_NONE ? 1.0f : 1.0f / sqrtf(block_sum<THREADS>(squares) / HIDDEN + eps);
 #pragma unroll
     for (int j = 0; j < PER_THREAD; j++) {
         int c = threadIdx.x + j * THREADS;
-        if (c < HIDDEN) out[(int64_t)i * HIDDEN + c] = values[j] * scale * weight[c];
+        if (c >= HIDDEN) continue;
+        float value = NORM_KIND == NORM_NONE ? values[j] : values[j] * scale * weight[c];
+        out[(int64_t)i * HIDDEN + c] = NORM_KIND == NORM_LAYER && bias ? value + bias[c] : value;
     }
 }
 
 } // namespace
 
-int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *) {
-    return launch(m, "norm", norm_kernel, num_tokens, THREADS, 0, out, x, weight, &device_batch(m)->num_tokens,
+int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias) {
+    return launch(m, "norm", norm_kernel, num_tokens, THREADS, 0, out, x, weight, bias, &device_batch(m)->num_tokens,
                   nullptr, m->header.norm_eps);
 }
 
 int cuda_gather_norm(Model *m, int num_logits) {
     const Batch *batch = device_batch(m);
-    return launch(m, "norm", norm_kernel, num_logits, THREADS, 0, m->state.normed, m->state.x,
-                  m->weights.final_norm, &batch->num_logits, batch->logit_rows, m->header.norm_eps);
+    return launch(m, "norm", norm_kernel, num_logits, THREADS, 0, m->state.normed, m->state.x, m->weights.final_norm,
+                  m->weights.final_norm_bias, &batch->num_logits, batch->logit_rows, m->header.final_norm_eps);
 }

@@ -24,6 +24,8 @@ struct Job {
     const weight_t *weights;
     const float *input;         /* (num_tokens or num_tokens * K, COLUMNS) */
     float *output;              /* (num_tokens * K, OUTPUTS) */
+    const float *bias;          /* the experts', where P::HAS_BIAS */
+    Swiglu swiglu;
     const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
     const int32_t *assignments; /* (num_tokens * K) */
 };
@@ -130,12 +132,12 @@ __device__ void write_outputs(const Shared &s, const Job &job, const float (&acc
         for (int tile = 0; tile < 2; tile++) {
             int output = (panel * 4 + first_tile + tile) * PER_TILE + g;
             float upper = acc[tile][i / 2][i % 2], lower = acc[tile][i / 2][i % 2 + 2];
-            if (P::IS_GATED) {
-                if (output < P::OUTPUTS) row[output] = activate(upper) * lower;
-            } else {
-                if (output < P::OUTPUTS) row[output] = P::ACTIVATES ? activate(upper) : upper;
-                if (output + 8 < P::OUTPUTS) row[output + 8] = P::ACTIVATES ? activate(lower) : lower;
-            }
+            auto write = [&](int place, float value, float up) {
+                if (place < P::OUTPUTS)
+                    row[place] = finish_output<P>(job.bias, job.swiglu, s.expert, place, value, up);
+            };
+            write(output, upper, lower);
+            if (!P::IS_GATED) write(output + 8, lower, 0.0f);
         }
     }
 }
@@ -171,8 +173,9 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
 }
 
 template <class P>
-int launch_prefill(Model *m, int num_tokens, const weight_t *weights, const float *input, float *output) {
-    Job job = {weights, input, output, m->state.expert_offsets, m->state.assignments};
+int launch_prefill(Model *m, int num_tokens, const weight_t *weights, const float *bias, const float *input,
+                   float *output) {
+    Job job = {weights, input, output, bias, swiglu_of(m), m->state.expert_offsets, m->state.assignments};
     dim3 grid(min_of(NUM_EXPERTS, num_tokens * K) + num_tokens * K / TILE_TOKENS, ceil_div(P::PANELS, 2));
     return launch(m, P::NAME, prefill_kernel<P>, grid, THREADS, sizeof(Shared) + 1024, job);
 }
@@ -180,9 +183,21 @@ int launch_prefill(Model *m, int num_tokens, const weight_t *weights, const floa
 } // namespace
 
 int prefill_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    return launch_prefill<Up>(m, num_tokens, layer->experts_up, input, m->state.expert_mid);
+    return launch_prefill<Up>(m, num_tokens, layer->experts_up, layer->experts_up_bias, input, m->state.expert_mid);
 }
 
 int prefill_down(Model *m, int num_tokens, const Layer *layer) {
-    return launch_prefill<Down>(m, num_tokens, layer->experts_down, m->state.expert_mid, m->state.expert_out);
+    return launch_prefill<Down>(m, num_tokens, layer->experts_down, layer->experts_down_bias, m->state.expert_mid,
+                                m->state.expert_out);
 }
+
+#if ATTENTION_KIND == ATTENTION_MOA
+int prefill_moa_in(Model *m, int num_tokens, const Layer *layer) {
+    return launch_prefill<MoaIn>(m, num_tokens, layer->attention_experts_in, nullptr, m->state.normed, m->state.q);
+}
+
+int prefill_moa_out(Model *m, int num_tokens, const Layer *layer) {
+    return launch_prefill<MoaOut>(m, num_tokens, layer->attention_experts_out, nullptr, m->state.attention,
+                                  m->state.expert_out);
+}
+#endif

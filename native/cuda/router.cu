@@ -216,7 +216,7 @@ __device__ void limit_groups(float (&score)[PER_LANE]) {
 }
 
 /* The weight of lane i's expert, for lanes i < K; `chosen` is its logit. */
-__device__ float weigh(float chosen, const float (&logits)[PER_LANE], float routed_scaling) {
+__device__ float weigh(float chosen, const float (&logits)[PER_LANE], float routed_scaling, float renormalize_min) {
     constexpr bool OVER_CHOSEN = ROUTER_KIND == ROUTER_TOPK_SOFTMAX || RENORMALIZE;
     bool is_slot = threadIdx.x % 32 < K;
     /* Weights that are divided by their sum are taken relative to the largest, so that they cannot all underflow. */
@@ -227,12 +227,48 @@ __device__ float weigh(float chosen, const float (&logits)[PER_LANE], float rout
         largest = largest_of(logits);
         total = sum_of_exp(logits, largest);
     }
-    if (ROUTER_KIND == ROUTER_SIGMOID)
-        weight = sigmoid(chosen, OVER_CHOSEN && largest < 0.0f ? -largest : 0.0f);
-    else
-        weight = expf(chosen - largest);
+    float shift = ROUTER_KIND == ROUTER_SIGMOID && OVER_CHOSEN && largest < 0.0f ? -largest : 0.0f;
+    weight = ROUTER_KIND == ROUTER_SIGMOID ? sigmoid(chosen, shift) : expf(chosen - largest);
     if (OVER_CHOSEN) total = warp_sum(is_slot ? weight : 0.0f);
+    if (OVER_CHOSEN && ROUTER_KIND != ROUTER_TOPK_SOFTMAX && renormalize_min > 0.0f) {
+        /* what the relative weights are in true scores: `unit` each */
+        float unit = ROUTER_KIND == ROUTER_SIGMOID ? expf(-shift) : 1.0f / sum_of_exp(logits, largest);
+        if (!(total * unit >= renormalize_min)) total = renormalize_min / unit;
+    }
     return weight / total * routed_scaling;
+}
+
+/* ROUTER_SPARSEMIXER: the largest logit, then the largest of the others, in lanes 0 and 1; each one's weight is by a
+ * softmax over those of what is left whose logits lie near it. */
+__device__ Key sparsemix(const float (&logits)[PER_LANE], float jitter, float &weight) {
+    int lane = threadIdx.x % 32, first = NUM_EXPERTS;
+    Key chosen = 0;
+    for (int slot = 0; slot < 2; slot++) {
+        Key best = 0;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            int e = lane + j * 32;
+            if (e < NUM_EXPERTS && e != first) best = larger(best, key_of(logits[j], e));
+        }
+        for (int offset = 16; offset > 0; offset /= 2) best = larger(best, __shfl_xor_sync(~0u, best, offset));
+        float largest = -INFINITE, total = 0.0f;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++)
+            if (lane + j * 32 == index_of(best)) largest = logits[j];
+        largest = __shfl_sync(~0u, largest, index_of(best) % 32);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            bool is_far = (largest - logits[j]) / fmaxf(fabsf(logits[j]), largest) > 2.0f * jitter; /* 0/0 is not */
+            if (!is_far && lane + j * 32 != first) total += expf(logits[j] - largest);
+        }
+        total = warp_sum(total);
+        if (lane == slot) {
+            chosen = best;
+            weight = 1.0f / total;
+        }
+        first = index_of(best);
+    }
+    return chosen;
 }
 
 /* What the routing of a layer reads and writes besides the scratch. */
@@ -240,9 +276,10 @@ struct Routing {
     State state;
     const Batch *batch;
     Batch *host_batch;
-    const float *bias; /* (NUM_EXPERTS) or NULL */
-    float routed_scaling;
+    const float *bias, *logit_bias; /* (NUM_EXPERTS) or NULL */
+    float routed_scaling, renormalize_min, jitter;
     int layer;
+    bool counted; /* in the layer's totals */
 };
 
 /* One row by one warp: its logits, experts (into `ids` too) and weights; true where the logits allow no choice. */
@@ -260,25 +297,32 @@ __device__ bool route_token(const Routing &r, const MoeScratch *scratch, int tok
         logits[j] = 0.0f;
 #pragma unroll
         for (int s = 0; s < LOGIT_SLICES; s++) logits[j] += part[s];
+        if (r.logit_bias) logits[j] += r.logit_bias[min(e, NUM_EXPERTS - 1)];
         if (e >= NUM_EXPERTS) logits[j] = -INFINITE;
         is_bad |= !(logits[j] < INFINITE);
     }
-    choice_scores(score, logits, r.bias);
+    Key best;
+    float weight = 0.0f;
+    if constexpr (ROUTER_KIND == ROUTER_SPARSEMIXER) {
+        best = sparsemix(logits, r.jitter, weight);
+    } else {
+        choice_scores(score, logits, r.bias);
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) is_bad |= !(score[j] < INFINITE); /* a bias can be what is NaN or inf */
-    if constexpr (NUM_GROUPS > 1) limit_groups(score);
-    Key keys[PER_LANE];
+        for (int j = 0; j < PER_LANE; j++) is_bad |= !(score[j] < INFINITE); /* a bias can be what is NaN or inf */
+        if constexpr (NUM_GROUPS > 1) limit_groups(score);
+        Key keys[PER_LANE];
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) keys[j] = lane + j * 32 < NUM_EXPERTS ? key_of(score[j], lane + j * 32) : 0;
-    Key best = best_of(keys);
-    int expert = index_of(best);
-    float chosen = -INFINITE;
+        for (int j = 0; j < PER_LANE; j++) keys[j] = lane + j * 32 < NUM_EXPERTS ? key_of(score[j], lane + j * 32) : 0;
+        best = best_of(keys);
+        float chosen = -INFINITE;
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) {
-        float logit = __shfl_sync(~0u, logits[j], expert & 31);
-        if (expert / 32 == j) chosen = logit;
+        for (int j = 0; j < PER_LANE; j++) {
+            float logit = __shfl_sync(~0u, logits[j], index_of(best) & 31);
+            if (index_of(best) / 32 == j) chosen = logit;
+        }
+        weight = weigh(chosen, logits, r.routed_scaling, r.renormalize_min);
     }
-    float weight = weigh(chosen, logits, r.routed_scaling);
+    int expert = index_of(best);
     is_bad |= lane < K && !can_be_chosen(best);
     if (!is_token) return false;
 #pragma unroll
@@ -330,7 +374,7 @@ constexpr unsigned ACTIVE = 1 << 23; /* one expert, counted in the same word as 
 static_assert(MAX_TOKENS * K < ACTIVE, "too many assignments to count beside the experts");
 
 /* From totals of the experts, by one warp: where each one's assignments start, and the list of those that have any. */
-__device__ void list_experts(const State &s, const int *totals, int *starts) {
+__device__ void list_experts(const State &s, const int *totals, int *starts, bool counted) {
     int lane = threadIdx.x % 32, total[PER_LANE];
     unsigned own = 0;
 #pragma unroll
@@ -357,13 +401,14 @@ __device__ void list_experts(const State &s, const int *totals, int *starts) {
     if (lane == 31) {
         s.expert_offsets[NUM_EXPERTS] = up_to % ACTIVE;
         *s.num_active = up_to / ACTIVE;
-        *s.experts_read += up_to / ACTIVE;
+        if (counted) *s.experts_read += up_to / ACTIVE;
     }
 }
 
 /* Sorts the assignments by expert, then by token: counts each warp's range, finds where every expert and range begins,
  * then puts each assignment into its place. By one block. */
-__device__ void dispatch(const State &s, const int *ids, int num_tokens, int layer) {
+__device__ void dispatch(const Routing &r, const int *ids, int num_tokens) {
+    const State &s = r.state;
     __shared__ int counts[WARPS][NUM_EXPERTS], totals[NUM_EXPERTS], starts[NUM_EXPERTS];
     int warp = threadIdx.x / 32, range = (num_tokens * K + WARPS - 1) / WARPS;
     int begin = min(warp * range, num_tokens * K), end = min(begin + range, num_tokens * K);
@@ -382,11 +427,11 @@ __device__ void dispatch(const State &s, const int *ids, int num_tokens, int lay
         totals[e] = total;
     }
     __syncthreads();
-    if (warp == 0) list_experts(s, totals, starts);
+    if (warp == 0) list_experts(s, totals, starts, r.counted);
     __syncthreads();
     walk_range<true>(s, ids, counts, starts, begin, end);
     for (int e = threadIdx.x; e < NUM_EXPERTS; e += WARPS * 32)
-        if (totals[e]) s.routed_tokens[(int64_t)layer * NUM_EXPERTS + e] += totals[e];
+        if (r.counted && totals[e]) s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + e] += totals[e];
 }
 
 constexpr int FAULTY = 1 << 15; /* one block with a fault, counted in the same word as blocks */
@@ -423,7 +468,7 @@ router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_ro
     if (token < num_rows) is_bad = route_token(r, scratch, token, token < num_tokens, ids + threadIdx.x / 32 * K);
     if (threadIdx.x % 32 == 0 && token < num_tokens) scratch->faults[token] = is_bad;
     if (!is_last_block(scratch, is_bad)) return;
-    dispatch(r.state, gridDim.x == 1 ? ids : nullptr, num_tokens, r.layer);
+    dispatch(r, gridDim.x == 1 ? ids : nullptr, num_tokens);
     if (is_bad) report_fault(r, scratch, num_tokens);
 }
 int launch_logits(Model *m, int num_rows, const float *router, const float *input) {
@@ -440,11 +485,18 @@ int launch_logits(Model *m, int num_rows, const float *router, const float *inpu
 
 int64_t cuda_moe_scratch_bytes() { return sizeof(MoeScratch); }
 
-int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
-    const Layer *weights = &m->weights.layers[layer];
-    Routing routing = {m->state, device_batch(m), m->batch, ROUTER_BIAS ? weights->router_bias : nullptr,
-                       m->header.routed_scaling, layer};
-    TRY(launch_logits(m, num_tokens, weights->router, input));
+int cuda_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
+               const float *correction, bool counted) {
+    const BinHeader *h = &m->header;
+    Routing routing = {m->state, device_batch(m), m->batch, correction, logit_bias, h->routed_scaling,
+                       h->renormalize_min, h->router_jitter, layer, counted};
+    TRY(launch_logits(m, num_tokens, router, input));
     dim3 grid(ceil_div(num_tokens, WARPS));
     return launch(m, "router", router_kernel, grid, WARPS * 32, 0, routing, moe(m), num_tokens);
+}
+
+int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
+    const Layer *weights = &m->weights.layers[layer];
+    return cuda_route(m, num_tokens, layer, input, weights->router, weights->router_logit_bias,
+                      ROUTER_BIAS ? weights->router_bias : nullptr, true);
 }

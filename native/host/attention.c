@@ -4,8 +4,7 @@ typedef struct Attention {
     const Model *model;
     const Kernels *kernels;
     const Layer *weights;
-    int layer;
-    int window; /* 0: none */
+    LayerCache cache;
 } Attention;
 
 /* 1 in a model without attention, where nothing calls this: so that nothing divides by zero. */
@@ -17,20 +16,20 @@ static void attend_item(const void *job, long item) {
     const Model *m = a->model;
     int64_t t = item / KV_HEADS;
     int kv_head = item % KV_HEADS, position = m->batch->positions[t];
-    int first = a->window && position >= a->window ? position - a->window + 1 : 0;
-    int64_t cache_head = ((int64_t)a->layer * m->num_slots + m->batch->slots[t]) * NUM_KV_HEADS + kv_head;
-    int64_t row = cache_head * MAX_SEQ_LEN + first;
+    int window = a->cache.window, first = window && position >= window ? position - window + 1 : 0;
+    int64_t row = cache_row(a->cache, m->batch->slots[t], kv_head, 0);
     for (int i = 0; i < GROUP; i++) {
         int head = ATTENTION_KIND == ATTENTION_MOA ? i * KV_HEADS + kv_head : kv_head * GROUP + i;
         a->kernels->attend(m->state.attention + (t * NUM_HEADS + head) * V_HEAD_DIM, q_row(m, t) + head * HEAD_DIM,
                            m->state.key_cache + row * HEAD_DIM, m->state.value_cache + row * V_HEAD_DIM,
-                           position - first + 1, m->header.attention_scale, SINKS ? a->weights->sinks + head : NULL);
+                           a->cache.positions, first % a->cache.positions, position - first + 1,
+                           m->header.attention_scale, SINKS ? a->weights->sinks + head : NULL);
     }
 }
 
 int host_attention(Model *m, int num_tokens, int layer) {
-    int window = layer_bit(m->header.window_layers, layer) ? (int)m->header.window : 0;
-    Attention attention = {m, host_kernels(), &m->weights.layers[layer], layer, window};
+    Attention attention = {m, host_kernels(), &m->weights.layers[layer], layer_cache(m, layer)};
+    int window = attention.cache.window;
     double cost = 0;
     for (int t = 0; t < num_tokens; t++) {
         int positions = m->batch->positions[t] + 1;

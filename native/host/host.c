@@ -35,8 +35,6 @@ static const char *name(void) {
 
 static int64_t scratch_bytes(void) { return (int64_t)sizeof(float) * MAX_TOKENS * ROTARY_DIM; }
 
-static int check(const Model *m) { return check_threads(m->num_threads); }
-
 #define CHECK_RANGE(array, i, limit, fix)                                                                \
     if (b->array[i] < 0 || b->array[i] >= (limit))                                                       \
         return fail("batch: " #array "[%d]=%d, expected 0 to %d; " fix, i, b->array[i], (int)(limit)-1);
@@ -55,6 +53,11 @@ int host_begin(Model *m, int num_tokens) {
         CHECK_RANGE(slots, t, m->num_slots, "open the model with more sessions")
         CHECK_RANGE(positions, t, MAX_SEQ_LEN, "the context is full: build with a larger MAX_SEQ_LEN")
     }
+    int piece = (int)cache_sizes(&m->header, m->header.num_layers).max_piece;
+    for (int t = piece; NUM_HEADS && t < num_tokens; t++)
+        if (b->slots[t] == b->slots[t - piece] && b->positions[t] - b->positions[t - piece] >= piece)
+            return fail("batch: more than %d tokens of slot %d, expected no more in one step of a model with a window; "
+                        "send the rest in another", piece, b->slots[t]);
     for (int i = 0; i < b->num_logits; i++) CHECK_RANGE(logit_rows, i, num_tokens, "name tokens of this batch")
     b->fault = 0;
     if (NUM_HEADS && ROPE_KIND == ROPE_DEFAULT) host_fill_rope_table(m, num_tokens);
@@ -88,7 +91,7 @@ int host_embed(Model *m, int num_tokens) {
 }
 
 const Ops host_ops = {
-    .name = name, .scratch_bytes = scratch_bytes, .check = check, .begin = host_begin, .embed = host_embed,
+    .name = name, .scratch_bytes = scratch_bytes, .begin = host_begin, .embed = host_embed,
     .norm = host_norm, .qkv = host_qkv, .queries = host_queries, .rope = host_rope, .attention = host_attention,
     .attention_out = host_attention_out, .router = host_router, .mlp = host_mlp, .experts_up = host_experts_up,
     .experts_down = host_experts_down, .combine = host_combine, .gather_norm = host_gather_norm,

@@ -30,10 +30,11 @@ typedef struct Kernels {
     void (*rms_norm)(float *out, const float *x, const float *weight, float eps, int length);
     /* the same of x - mean(x), plus bias unless it is NULL */
     void (*layer_norm)(float *out, const float *x, const float *weight, const float *bias, float eps, int length);
-    /* out = softmax(scale * keys q) values; q (HEAD_DIM), out (V_HEAD_DIM), keys (num_positions, HEAD_DIM), values
-     * (num_positions, V_HEAD_DIM). sink: a logit that joins the softmax and takes no value, or NULL */
-    void (*attend)(float *out, const float *q, const float *keys, const float *values, int num_positions, float scale,
-                   const float *sink);
+    /* out = softmax(scale * keys q) values; q (HEAD_DIM), out (V_HEAD_DIM), keys (ring, HEAD_DIM), values (ring,
+     * V_HEAD_DIM), of which rows first, first + 1, ... count, num_positions of them, row 0 following row ring - 1.
+     * sink: a logit that joins the softmax and takes no value, or NULL */
+    void (*attend)(float *out, const float *q, const float *keys, const float *values, int ring, int first,
+                   int num_positions, float scale, const float *sink);
     /* the sum of `words` 32-bit words, modulo 2^32 */
     uint32_t (*read_sum)(const uint32_t *data, int64_t words);
     /* runs so many times through independent fused multiply-adds; the number of multiply-adds done */
@@ -47,9 +48,6 @@ extern const Kernels avx2_kernels;
 
 /* The kernels for this machine, or those that COLIBRI_ISA names; NULL with an error if it names none. */
 const Kernels *host_kernels(void);
-
-/* That the process may have so many threads, each with its stack. */
-int check_threads(int num_threads);
 
 /* Calls run(job, item) for each item, on up to num_threads threads. `cost` is the whole job's in multiply-adds:
  * small jobs stay on the calling thread. Items must not depend on one another. */
@@ -94,7 +92,6 @@ static inline float *rope_table(const Model *m) { return m->state.scratch; }
 static inline float *q_row(const Model *m, int64_t t) {
     return OWN_Q ? m->state.q + t * NUM_HEADS * HEAD_DIM : m->state.qkv + t * QKV_ROWS;
 }
-static inline int layer_bit(const uint32_t *mask, int layer) { return mask[layer / 32] >> layer % 32 & 1; }
 
 int host_begin(Model *m, int num_tokens);
 int host_embed(Model *m, int num_tokens);

@@ -42,7 +42,7 @@ static int try_threads(int count) {
     return error;
 }
 
-int check_threads(int num_threads) {
+int host_check_threads(int num_threads) {
     int error = try_threads(num_threads - 1);
     if (!error) return 0;
     return fail("threads: %d cannot be started (%s), expected memory for a stack each; lower --threads, or raise the "

@@ -31,7 +31,7 @@ typedef struct Rope {
     const Model *model;
     const Kernels *kernels;
     const Layer *weights;
-    int layer;
+    LayerCache cache;
 } Rope;
 
 /* `heads` heads side by side: normed, clipped, rotated. */
@@ -61,9 +61,8 @@ static void rope_token(const void *job, long t) {
         prepare(r, k, NUM_KV_HEADS, r->weights->k_norm, table);
         prepare(r, v, NUM_KV_HEADS, NULL, NULL);
     }
-    int64_t timeline = (int64_t)r->layer * m->num_slots + m->batch->slots[t];
     for (int head = 0; head < NUM_KV_HEADS; head++) {
-        int64_t at = (timeline * NUM_KV_HEADS + head) * MAX_SEQ_LEN + m->batch->positions[t];
+        int64_t at = cache_row(r->cache, m->batch->slots[t], head, m->batch->positions[t]);
         float *key = m->state.key_cache + at * HEAD_DIM;
         if (ATTENTION_KIND == ATTENTION_LATENT) {
             memcpy(key, row + QKV_ROWS - ROTARY_DIM, sizeof(float) * ROTARY_DIM);
@@ -76,7 +75,7 @@ static void rope_token(const void *job, long t) {
 }
 
 int host_rope(Model *m, int num_tokens, int layer) {
-    Rope rope = {m, host_kernels(), &m->weights.layers[layer], layer};
+    Rope rope = {m, host_kernels(), &m->weights.layers[layer], layer_cache(m, layer)};
     parallel_for(m->num_threads, num_tokens, 4.0 * num_tokens * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, rope_token,
                  &rope);
     return 0;
@@ -92,7 +91,7 @@ static void norm_latents(const void *job, long t) {
 }
 
 static void latent_queries(Model *m, int num_tokens, int layer) {
-    Rope rope = {m, host_kernels(), &m->weights.layers[layer], layer};
+    Rope rope = {m, host_kernels(), &m->weights.layers[layer], layer_cache(m, layer)};
     parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * (Q_LORA_RANK + KV_LORA_RANK), norm_latents, &rope);
     if (Q_LORA_RANK)
         host_dense(m, num_tokens, (Product){
