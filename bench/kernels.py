@@ -1,37 +1,52 @@
-"""Times the MoE block on the GPU, whole and by op, beside this GPU's ceilings measured in the same run.
+"""Times the MoE block and the dense ops on the GPU, whole and by op, beside ceilings measured in the same run.
 
-    python3 -m bench.kernels [--shape NAME] [--tokens 1,4,16,32] [--extra -DNAME=VALUE] [--csv FILE]
+    python3 -m bench.kernels [--shape NAME] [--tokens 1,4,16,32] [--ops NAME,...] [--extra -DNAME=VALUE] [--csv FILE]
 
-Weights are random and cold: a graph runs the block over several layers, and each layer's weights outgrow the L2 cache.
-Times are medians over launches of a graph, divided by its layers. Bytes are the routed experts' weights.
+Weights are random, from one seed, and cold: a graph runs the ops over several layers, several times, and what lies
+between two readings of the same weights outgrows the L2 cache. Only the "example" shape is as small as that cache.
+Times are medians over launches of a graph, divided by the layers it runs. Bytes are the weights that are read: the
+routed experts', or the whole matrix; attention's are the keys and values of 512 positions a token. `select` is routing
+from the logits on, where that is a kernel of its own. With more than 64 tokens, which are then one prompt, the
+operations are counted too; their ceiling is torch's product, where torch is installed.
 """
 
 import argparse
 import csv
 import ctypes
 import datetime
+import functools
 import hashlib
+import itertools
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 from cuda.bindings import nvrtc
 
 from colibri.device import arch, call, driver, gpu
+from colibri.headers import stored_elements
 from colibri.native import Library
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
-# What a library needs besides a shape: bf16 weights, SiLU; the smallest attention, so that the block's input stays as it is.
+# What a library needs besides a shape: bf16 weights, SiLU; the smallest attention, so that the block's input stays.
 CONFIG = {"weight_dtype": 2, "activation": 0, "gated": 1, "router_kind": 0, "router_bias": 0, "renormalize": 1,
           "num_groups": 1, "topk_groups": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "vocab_size": 64}
 SHAPES = {
     "32x2-4096-14336": {"num_experts": 32, "k": 2, "hidden": 4096, "ffn": 14336, "num_layers": 2},
     "128x8-2048-768": {"num_experts": 128, "k": 8, "hidden": 2048, "ffn": 768, "num_layers": 8},
     "32x2-1024-1792": {"num_experts": 32, "k": 2, "hidden": 1024, "ffn": 1792, "num_layers": 8},
+    "dense-4096": {"num_experts": 32, "k": 2, "hidden": 4096, "ffn": 64, "num_layers": 4, "num_heads": 32,
+                   "num_kv_heads": 8, "head_dim": 128, "vocab_size": 32000},
+    "example": {"num_experts": 32, "k": 2, "hidden": 128, "ffn": 96, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4,
+                "head_dim": 16, "vocab_size": 256},
 }
+MIN_LAYERS = 8  # of a graph, so that its own start hardly counts
+NUM_SLOTS = 32
+POSITIONS = 512
 PROBES = r"""
 extern "C" __global__ void read(const uint4 *from, unsigned *to, long count) {
     unsigned sum = 0;
@@ -63,47 +78,54 @@ class Bench:
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", gpu().handle))
         self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.library = library(self.config, extra)
-        self.rng, self.keep, self.block = np.random.default_rng(), [], None
-        structs, layers = self.library.headers.structs, self.config["num_layers"]
-        header, weights = np.zeros(1, structs["BinHeader"]), np.zeros(1, structs["Weights"])
+        self.rng, self.block, self.blocks = np.random.default_rng(1), None, []
+        headers, num_layers = self.library.headers, self.config["num_layers"]
+        header, weights = np.zeros(1, headers.structs["BinHeader"]), np.zeros(1, headers.structs["Weights"])
         for name, value in self.config.items():
             header[name] = value
         for name in ("routed_scaling", "residual_multiplier", "embedding_multiplier", "logits_multiplier",
                      "rope_attention_factor"):
             header[name] = 1
-        header["attention_scale"] = self.config["head_dim"] ** -0.5
-        self.layers = np.zeros(layers, structs["Layer"])
-        experts, hidden, ffn = (self.config[name] for name in ("num_experts", "hidden", "ffn"))
-        for layer in self.layers:
-            layer["experts_up"] = self.random_weights(experts * -(-2 * ffn // 64) * 64 * hidden)
-            layer["experts_down"] = self.random_weights(experts * -(-hidden // 64) * 64 * ffn)
-            layer["router"] = self.upload(self.rng.standard_normal(-(-experts // 64) * 64 * hidden).astype(np.float32))
-        self.batch = call("cuMemHostAlloc", structs["Batch"].itemsize, driver().CU_MEMHOSTALLOC_DEVICEMAP)
-        memory = (ctypes.c_uint8 * structs["Batch"].itemsize).from_address(self.batch)
-        self.fields = np.frombuffer(memory, structs["Batch"])
+        header["v_head_dim"] = header["rotary_dim"] = self.config["head_dim"]
+        header["attention_scale"], header["norm_eps"] = self.config["head_dim"] ** -0.5, 1e-5
+        self.layers = np.zeros(num_layers, headers.structs["Layer"])
+        for tensor in headers.tensors(header[0]):
+            _, layer, name = tensor.name.split(".") if "." in tensor.name else ("", "", tensor.name)
+            (self.layers[int(layer)] if layer else weights)[name] = self.random_tensor(tensor, header[0])
+        self.batch = call("cuMemHostAlloc", headers.structs["Batch"].itemsize, driver().CU_MEMHOSTALLOC_DEVICEMAP)
+        memory = (ctypes.c_uint8 * headers.structs["Batch"].itemsize).from_address(self.batch)
+        self.fields = np.frombuffer(memory, headers.structs["Batch"])
         self.fields.view(np.uint8)[:] = 0
-        size = self.library.state_bytes(1, header.ctypes.data, 1)
+        size = self.library.state_bytes(1, header.ctypes.data, NUM_SLOTS)
         self.state = self.allocate(size)
         call("cuMemsetD8", self.state, 0, size)
         self.offsets, offset = {}, 0
-        for buffer in self.library.headers.state_buffers(header[0], 1):
+        for buffer in headers.state_buffers(header[0], NUM_SLOTS):
             self.offsets[buffer.name] = self.state + offset
             offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
         self.library.bind(self.model.ctypes.data, 1, header.ctypes.data, weights.ctypes.data, self.layers.ctypes.data,
-                          self.state, self.batch, 1, 1, int(self.stream))
-        self.keep += [header, weights]
+                          self.state, self.batch, NUM_SLOTS, 1, int(self.stream))
+        self.keep = header, weights
 
     def allocate(self, size):
-        return int(call("cuMemAlloc", size))
+        self.blocks.append(int(call("cuMemAlloc", size)))
+        return self.blocks[-1]
+
+    def close(self):
+        for block in self.blocks:
+            call("cuMemFree", block)
 
     def upload(self, array):
         pointer = self.allocate(array.nbytes)
         call("cuMemcpyHtoD", pointer, array.ctypes.data, array.nbytes)
         return pointer
 
-    def random_weights(self, count):
-        """bf16 values of 0.03 or so: one random block over and over, for a copy costs less than drawing them."""
+    def random_tensor(self, tensor, header):
+        """float32 of 1 or so; bf16 of 0.03 or so, one random block over and over, for a copy is quicker."""
+        count = stored_elements(tensor, header)
+        if tensor.type == "float":
+            return self.upload(self.rng.standard_normal(count).astype(np.float32))
         if self.block is None:
             block = (self.rng.standard_normal(1 << 24) * 0.03).astype(np.float32).view(np.uint32) >> 16
             self.block = block.astype(np.uint16)
@@ -116,9 +138,16 @@ class Bench:
         return pointer
 
     def begin(self, tokens):
-        x = self.rng.standard_normal((tokens, self.config["hidden"])).astype(np.float32)
-        call("cuMemcpyHtoD", self.offsets["normed"], x.ctypes.data, x.nbytes)
-        self.fields["num_tokens"] = tokens
+        """Random rows: tokens of as many sequences at their last position, or from the first position of one."""
+        for name in ("x", "normed", "attention"):
+            width = self.config["hidden"] if name != "attention" else self.config["num_heads"] * self.config["head_dim"]
+            x = self.rng.standard_normal((tokens, width)).astype(np.float32)
+            call("cuMemcpyHtoD", self.offsets[name], x.ctypes.data, x.nbytes)
+        self.fields["num_tokens"] = self.fields["num_logits"] = tokens
+        is_prompt = tokens > NUM_SLOTS
+        self.fields["slots"][0, :tokens] = 0 if is_prompt else np.arange(tokens)
+        self.fields["positions"][0, :tokens] = np.arange(tokens) if is_prompt else POSITIONS - 1
+        self.fields["logit_rows"][0, :tokens] = np.arange(tokens)
         self.run(["begin"], tokens, [0])
 
     def run(self, ops, tokens, layers):
@@ -137,35 +166,62 @@ class Bench:
         self.run(ops, tokens, layers)
         return call("cuGraphInstantiate", call("cuStreamEndCapture", self.stream), 0)
 
+    def capture_selection(self, tokens, count):
+        """A graph of `count` times the router's second kernel, or None where all is one kernel."""
+        call("cuStreamBeginCapture", self.stream, driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        self.run(["router"], tokens, [0])
+        router = call("cuStreamEndCapture", self.stream)
+        nodes, num_nodes = call("cuGraphGetNodes", router, 2)
+        if num_nodes < 2:
+            return None
+        node = call("cuGraphKernelNodeGetParams", nodes[1])
+        config, attributes = driver().CUlaunchConfig(), [driver().CUlaunchAttribute() for _ in range(2)]
+        kinds = driver().CUlaunchAttributeID
+        attributes[0].id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[0].value.programmaticStreamSerializationAllowed = 1
+        attributes[1].id, cluster = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, attributes[1].value.clusterDim
+        cluster.x, cluster.y, cluster.z = node.gridDimX if node.gridDimX <= 8 else 1, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = node.gridDimX, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = node.blockDimX, 1, 1
+        config.hStream, config.attrs, config.numAttrs = self.stream, attributes, 2
+        call("cuStreamBeginCapture", self.stream, driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        for _ in range(count):
+            call("cuLaunchKernelEx", config, node.func, int(node.kernelParams), 0)
+        return call("cuGraphInstantiate", call("cuStreamEndCapture", self.stream), 0)
+
     def time(self, ops, tokens, graphs, repeats=40):
         """Median microseconds a layer, and the experts read a layer. graphs: each one's layers."""
         count = sum(map(len, graphs))
         self.run(ops, tokens, range(len(self.layers)))
         graphs = [self.capture(ops, tokens, layers) for layers in graphs]
-        before = self.count("experts_read", np.uint64)
+        before, launches = self.count("experts_read", np.uint64), itertools.count()
 
         def launch():
+            next(launches)
             for graph in graphs:
                 call("cuGraphLaunch", graph, self.stream)
 
         times = time_launches(self.stream, launch, repeats)
-        read = (self.count("experts_read", np.uint64) - before) / (repeats + 3) / count
+        read = (self.count("experts_read", np.uint64) - before) / next(launches) / count
         for graph in graphs:
             call("cuGraphExecDestroy", graph)
         return times / count, read
 
 
 def time_launches(stream, launch, repeats):
-    """Median microseconds of one launch, by events, after three to warm up."""
+    """Median microseconds of one launch, by events, after 20 ms of them: a GPU that was idle is slow at first."""
     begin, end = (call("cuEventCreate", 0) for _ in range(2))
-    times = []
-    for i in range(repeats + 3):
+    times, start = [], time.perf_counter()
+    while time.perf_counter() - start < 0.02:
+        launch()
+        call("cuStreamSynchronize", stream)
+    for _ in range(repeats):
         call("cuEventRecord", begin, stream)
         launch()
         call("cuEventRecord", end, stream)
         call("cuEventSynchronize", end)
         times.append(call("cuEventElapsedTime", begin, end) * 1e3)
-    return statistics.median(times[3:])
+    return statistics.median(times)
 
 
 def read_ceiling(stream, size=4 << 30):
@@ -195,26 +251,58 @@ def check_nvrtc(result):
     return result[1] if len(result) == 2 else result[1:]
 
 
-MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1, "router": 0, "combine": 0}
+def product_ceiling(size=8192):
+    """FLOP/s of torch's bf16 product of random matrices, or None without torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        return 2 * size**3 / time_launches(stream.cuda_stream, lambda: torch.matmul(a, b), 20) * 1e6
+
+
 BLOCK = ["router", "experts_up", "experts_down", "combine"]
-OPS = {"block": BLOCK, "single": BLOCK, "router": ["router"],
-       "experts_up": ["experts_up"], "experts_down": ["experts_down"], "combine": ["combine"]}
+MOE_OPS = {"block": BLOCK, "single": BLOCK, "router": ["router"], "select": [],
+           "experts_up": ["experts_up"], "experts_down": ["experts_down"], "combine": ["combine"]}
+DENSE_OPS = {name: [name] for name in ("norm", "qkv", "rope", "attention", "attention_out", "gather_norm", "lm_head")}
+OPS = {**MOE_OPS, **DENSE_OPS}
+MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1}
 
 
-def measure(bench, tokens, ceiling, ops):
-    """Rows (op, microseconds, GB/s of weights, fraction of the read ceiling)."""
-    config = bench.config
-    matrix = config["hidden"] * config["ffn"] * 2
-    layers = range(config["num_layers"])
-    bench.begin(tokens)
-    rows = []
+def work(config, op, tokens, experts):
+    """(bytes read, floating-point operations) of an op; experts: those that are read."""
+    hidden, width = config["hidden"], config["num_heads"] * config["head_dim"]
+    kv_width = config["num_kv_heads"] * config["head_dim"]
+    if op in MATRICES:
+        matrix = MATRICES[op] * hidden * config["ffn"]
+        return experts * matrix * 2, 2 * tokens * config["k"] * matrix
+    if op == "attention":  # a prompt's token sees itself and those before
+        seen = (tokens + 1) / 2 if tokens > NUM_SLOTS else POSITIONS
+        kept = tokens if tokens > NUM_SLOTS else tokens * POSITIONS
+        return kept * kv_width * 2 * 4, 4 * tokens * seen * width
+    elements = {"qkv": (width + 2 * kv_width) * hidden, "attention_out": hidden * width,
+                "lm_head": config["vocab_size"] * hidden}.get(op, 0)
+    return elements * 2, 2 * tokens * elements
+
+
+def measure(bench, tokens, ops):
+    """Rows (op, microseconds, bytes read, operations, experts read), each of a layer."""
+    config, rows = bench.config, []
+    layers = [*range(config["num_layers"])] * -(-MIN_LAYERS // config["num_layers"])
     for op in ops:
         bench.begin(tokens)
         bench.run(["router"], tokens, [0])
+        experts = bench.count("num_active", np.int32)  # without the router, layer 0's in every layer
+        if op == "select":
+            graph = bench.capture_selection(tokens, MIN_LAYERS)
+            if graph:
+                launch = functools.partial(call, "cuGraphLaunch", graph, bench.stream)
+                rows.append((op, time_launches(bench.stream, launch, 40) / MIN_LAYERS, 0, 0, 0))
+            continue
         times, read = bench.time(OPS[op], tokens, [[layer] for layer in layers] if op == "single" else [layers])
-        experts = read or bench.count("num_active", np.int32)  # without the router, layer 0's experts in every layer
-        rate = experts * MATRICES[op] * matrix / times / 1e3
-        rows.append((op, times, rate, rate / ceiling, experts))
+        rows.append((op, times, *work(config, op, tokens, read or experts), read or experts))
     return rows
 
 
@@ -228,28 +316,51 @@ def save(path, bench, rows):
         writer.writerows(([COLUMNS] if is_new else []) + [(*about, *row, command) for row in rows])
 
 
+def measure_shape(bench, shape, tokens, ops, read, product):
+    """Rows for the CSV file, printed too. read, product: the ceilings."""
+    rows = []
+    for op, times, num_bytes, operations, experts in measure(bench, tokens, ops):
+        case, rate, flops = f"{shape} T={tokens} {op}", num_bytes / times / 1e3, operations / times / 1e6
+        rows.append((case, "time", f"{times:.2f}", "us"))
+        text = f"{case:40} {times:9.2f} us"
+        if num_bytes:
+            rows += [(case, "read", f"{rate:.0f}", "GB/s"), (case, "read of ceiling", f"{rate / read:.3f}", "")]
+            text += f" {rate:6.0f} GB/s {rate / read:6.3f} of read"
+        if op in MATRICES:
+            rows.append((case, "experts read", f"{experts:.2f}", ""))
+            text += f" {experts:7.2f} experts"
+        if operations and tokens > 64:
+            rows.append((case, "product", f"{flops:.1f}", "TFLOP/s"))
+            text += f" {flops:6.1f} TFLOP/s"
+            if product:
+                rows.append((case, "product of ceiling", f"{flops * 1e12 / product:.3f}", ""))
+                text += f" {flops * 1e12 / product:6.3f} of product"
+        print(text, flush=True)
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--tokens", default="1,4,16,32")
     parser.add_argument("--extra", default="")
-    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--ops", help=f"of {', '.join(OPS)}; default: the dense ones for shapes with attention, else the MoE's")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    rows = []
+    rows, token_counts = [], [*map(int, arguments.tokens.split(","))]
     for shape in [arguments.shape] if arguments.shape else SHAPES:
         bench = Bench(shape, arguments.extra)
         if not rows:
-            ceiling, copy = read_ceiling(bench.stream)
-            rows = [("ceiling", "read", f"{ceiling:.0f}", "GB/s"), ("ceiling", "copy", f"{copy:.0f}", "GB/s")]
-            print(f"read {ceiling:.0f} GB/s, copy {copy:.0f} GB/s")
-        for tokens in map(int, arguments.tokens.split(",")):
-            for op, times, rate, fraction, experts in measure(bench, tokens, ceiling, arguments.ops.split(",")):
-                case = f"{shape} T={tokens} {op}"
-                print(f"{case:40} {times:9.2f} us {rate:6.0f} GB/s {fraction:6.3f} of read {experts:7.2f} experts", flush=True)
-                rows.append((case, "time", f"{times:.2f}", "us"))
-                if rate:
-                    rows += [(case, "weights", f"{rate:.0f}", "GB/s"), (case, "experts read", f"{experts:.2f}", "")]
+            read, copy = read_ceiling(bench.stream)
+            product = product_ceiling() if max(token_counts) > 64 else None
+            rows = [("ceiling", "read", f"{read:.0f}", "GB/s"), ("ceiling", "copy", f"{copy:.0f}", "GB/s")]
+            if product:
+                rows.append(("ceiling", "product", f"{product / 1e12:.0f}", "TFLOP/s"))
+            print(*(f"{name} {value} {unit}" for _, name, value, unit in rows), sep=", ")
+        ops = arguments.ops.split(",") if arguments.ops else DENSE_OPS if bench.config["num_heads"] > 1 else MOE_OPS
+        for tokens in token_counts:
+            rows += measure_shape(bench, shape, tokens, ops, read, product)
+        bench.close()
     if arguments.csv:
         save(arguments.csv, "kernels", rows)
 

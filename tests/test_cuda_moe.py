@@ -193,6 +193,23 @@ def test_row_is_independent_of_its_batch(name, size):
         assert np.array_equal(gpu.moe(x[t:t + 1], size)[0], together[t])
 
 
+@pytest.mark.parametrize("name", ["example", "32 experts", "128 experts", "256 experts"])
+def test_routing_is_independent_of_the_launch(name):
+    """One kernel for few rows, two for more, in clusters or not: a row has the same bits."""
+    model, gpu = model_of(name), gpu_of(name)
+    gpu.write("x", random_inputs(np.random.default_rng(13), 1, model["hidden"]))
+    expected = None
+    for rows in (1, 2, 4, 5, 16, 17, 40, 128, 129, 512):
+        gpu.batch["num_tokens"], gpu.batch["fault"] = 1, 0
+        gpu.poison("router_logits", "expert_ids", "expert_weights")
+        gpu.run("begin", "router", rows=rows)
+        got = [gpu.read(buffer, 1) for buffer in ("router_logits", "expert_ids", "expert_weights")]
+        expected = expected or got
+        for array, first in zip(got, expected):
+            np.testing.assert_array_equal(array, first)
+        check_lists(gpu, got[1], model["num_experts"])
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_on_random_and_tied_logits(name):
     model, gpu = router_of(name)

@@ -56,29 +56,40 @@ inline int64_t cuda_scratch_bytes() {
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
-/* Launches on the model's stream; the kernel may start before the one before it has ended (see above). */
+/* Launches on the model's stream; the kernel may start before the one before it has ended (see above). Every
+ * `cluster_blocks` of the grid's x form a cluster; more than 1 from sm_90 on. */
 template <typename... Parameters, typename... Arguments>
-int launch(const Model *m, const char *name, void (*kernel)(Parameters...), dim3 grid, int threads,
-           size_t shared_bytes, Arguments... arguments) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+int launch_clusters(const Model *m, const char *name, void (*kernel)(Parameters...), dim3 grid, int cluster_blocks,
+                    int threads, size_t shared_bytes, Arguments... arguments) {
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)cluster_blocks, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = (cudaStream_t)m->stream;
-    config.attrs = &early;
-    config.numAttrs = CUDA_ARCH >= 90 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = CUDA_ARCH < 90 ? 0 : cluster_blocks > 1 ? 2 : 1;
     cudaError_t error = cudaSuccess;
     if (shared_bytes > 48 << 10)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (error == cudaSuccess && cluster_blocks > 8)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
     if (error == cudaSuccess) return 0;
     char layer[32] = "cuda";
     if (m->layer >= 0) snprintf(layer, sizeof layer, "layers.%d", m->layer);
     return fail("%s: %s_kernel=%s, expected a launch; see python -m colibri.run --doctor", layer, name,
                 cudaGetErrorString(error));
+}
+
+template <typename... Parameters, typename... Arguments>
+int launch(const Model *m, const char *name, void (*kernel)(Parameters...), dim3 grid, int threads,
+           size_t shared_bytes, Arguments... arguments) {
+    return launch_clusters(m, name, kernel, grid, 1, threads, shared_bytes, arguments...);
 }
 
 inline int num_multiprocessors() {
@@ -100,6 +111,35 @@ __device__ __forceinline__ void pdl_wait() {
 __device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* Clusters: blocks that run at the same time and write into each other's shared memory, from sm_90 on. What a block
+ * wrote before it arrived, all see once they have waited. */
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/* Writes 32 bits where the cluster's first block has `shared`. */
+template <typename T> __device__ __forceinline__ void store_to_first_block(T *shared, T value) {
+    static_assert(sizeof(T) == 4, "32 bits");
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n .reg .b32 address;\n"
+                 "mapa.shared::cluster.u32 address, %0, 0;\n"
+                 "st.shared::cluster.b32 [address], %1;\n}" ::"r"(shared_address(shared)), "r"(*(uint32_t *)&value)
+                 : "memory");
 #endif
 }
 
@@ -175,10 +215,6 @@ __device__ __forceinline__ float activate_gated(float gate, float up, const Swig
 #else
     return activate(gate) * up;
 #endif
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
-    return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
 /* 16 bytes to shared memory, zeros where `valid` is false; completes with cp_async_wait. */

@@ -1,8 +1,9 @@
 /* The experts' products for few tokens: experts_up with its activation, experts_down, and the sum over slots.
  *
  * Bound by reading weights, so a block an SM goes through items (tile of one expert's tokens, panel, part of the
- * columns), and every warp keeps its own ring of copies in flight across items. SMs are not equally fast, so where
- * items are large, a block takes the next one that nobody has. Weights are the first operand of the matrix instruction,
+ * columns), and every warp that multiplies keeps its own ring of copies in flight across items; one more warp adds up
+ * their sums and writes an item's outputs, while the others are at the next. SMs are not equally fast, so where items
+ * are large, a block takes the next one that nobody has. Weights are the first operand of the matrix instruction,
  * tokens its 8 columns.
  *
  * The order of every sum is fixed by the shape: a warp takes each WARPS-th piece of its item, then warps are added in
@@ -12,9 +13,9 @@
 
 namespace {
 
-constexpr int WARPS = 8;
+constexpr int WARPS = 8;                 /* that multiply; one more finishes their items */
 constexpr int INPUT_AHEAD = 2;           /* pieces whose inputs a warp has asked for before it needs them */
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = (WARPS + 1) * 32;
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 constexpr int SUM_ROWS = PANEL_ROWS + 4; /* padded, so that a warp's stores meet no bank twice */
 
@@ -34,7 +35,6 @@ struct Shared {
     Tile tiles[TILE_BOUND];
     int queue[QUEUE];                 /* the block's i-th item is at i % QUEUE */
     int num_tiles;
-    int is_last;
     uint16_t assignments[DECODE_ASSIGNMENTS];
 };
 
@@ -166,14 +166,24 @@ __device__ __forceinline__ void store_sums(float (*sums)[SUM_ROWS], const float 
         for (int i = 0; i < 4; i++) sums[token + i % 2][tile * 16 + row + i / 2 * 8] = acc[tile][i];
 }
 
-/* The warps' sums of 8 tokens into shared memory, as those of pairs of warps. */
-__device__ __forceinline__ void gather_sums(Shared &s, float (&acc)[4][4], int turn) {
+/* A block's barriers between the warps that multiply and the one that finishes. */
+enum { SUMS_READ = 1, WARPS_MET, SUMS_WRITTEN };
+
+__device__ __forceinline__ void meet(int barrier, int threads) {
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void arrive(int barrier, int threads) {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+/* The multiplying warps' sums of 8 tokens into shared memory, as those of pairs of warps. */
+__device__ __forceinline__ void hand_over(Shared &s, float (&acc)[4][4]) {
     int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
     float (*sums)[SUM_ROWS] = s.sums[warp % (WARPS / 2)];
-    __syncthreads(); /* the sums before these have been read, and all warps are done with this turn's item */
-    if (threadIdx.x == 0) s.queue[turn % QUEUE] = UNKNOWN;
+    meet(SUMS_READ, THREADS);
     if (warp >= WARPS / 2) store_sums(sums, acc);
-    __syncthreads();
+    meet(WARPS_MET, WARPS * 32);
     if (warp < WARPS / 2) {
 #pragma unroll
         for (int tile = 0; tile < 4; tile++)
@@ -181,7 +191,7 @@ __device__ __forceinline__ void gather_sums(Shared &s, float (&acc)[4][4], int t
             for (int i = 0; i < 4; i++) acc[tile][i] += sums[token + i % 2][tile * 16 + row + i / 2 * 8];
         store_sums(sums, acc);
     }
-    __syncthreads();
+    arrive(SUMS_WRITTEN, THREADS);
 }
 
 __device__ __forceinline__ float add_warps(const Shared &s, int token, int row) {
@@ -191,12 +201,12 @@ __device__ __forceinline__ float add_warps(const Shared &s, int token, int row) 
     return sum;
 }
 
-/* Writes the outputs of one panel for tokens [0, count) of one expert's tile; value(token, row) is a sum. */
+/* Writes the outputs of one panel for tokens [0, count) of one expert's tile; value(token, row) is a sum. By a warp. */
 template <class P, class Value>
 __device__ __forceinline__ void write_outputs(const Job &job, int expert, int panel, int count, const uint16_t *rows,
                                               Value value) {
     constexpr int PER_PANEL = P::IS_GATED ? PANEL_ROWS / 2 : PANEL_ROWS;
-    for (int i = threadIdx.x; i < count * PER_PANEL; i += THREADS) {
+    for (int i = threadIdx.x % 32; i < count * PER_PANEL; i += 32) {
         int token = i / PER_PANEL, place = i % PER_PANEL, output = panel * PER_PANEL + place;
         int row = P::IS_GATED ? place / GATE_GROUP * 2 * GATE_GROUP + place % GATE_GROUP : place;
         float result = finish_output<P>(job.bias, job.swiglu, expert, output, value(token, row),
@@ -205,51 +215,59 @@ __device__ __forceinline__ void write_outputs(const Job &job, int expert, int pa
     }
 }
 
-/* True in the last of a panel's parts to get here; what the others wrote before can be read then. */
-template <class P> __device__ bool is_last_part(Shared &s, int32_t *arrived) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        s.is_last = atomicAdd(arrived, 1) == P::SPLITS - 1;
-        if (s.is_last) *arrived = 0; /* for the next product */
+/* Counts what the warp has written; true in the last of a panel's parts, where what the others wrote can be read. */
+template <class P> __device__ __forceinline__ bool is_last_part(int32_t *arrived) {
+    int before = 0;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        __threadfence();
+        before = atomicAdd(arrived, 1);
+        if (before == P::SPLITS - 1) *arrived = 0; /* for the next product */
     }
-    __syncthreads();
-    if (s.is_last) __threadfence();
-    return s.is_last;
+    bool is_last = __shfl_sync(~0u, before, 0) == P::SPLITS - 1;
+    if (is_last) __threadfence();
+    return is_last;
 }
 
-template <class P, int COLUMNS_OF_8>
-__device__ void finish_item(Shared &s, const Job &job, const Cursor<P> &at, const Tile &tile,
-                            float (&acc)[COLUMNS_OF_8][4][4]) {
+/* The outputs of a panel whose columns are in parts. */
+template <class P>
+__device__ void add_parts(const Shared &s, const Job &job, const Cursor<P> &at, const Tile &tile) {
     constexpr int ROWS = P::PANELS * PANEL_ROWS;
-    const uint16_t *rows = s.assignments + tile.first;
+    const float *parts = job.partials + (int64_t)tile.first * ROWS + at.panel * PANEL_ROWS;
+    write_outputs<P>(job, tile.expert, at.panel, tile.count, s.assignments + tile.first, [&](int token, int row) {
+        float part[P::SPLITS], sum = 0.0f;
 #pragma unroll
-    for (int n = 0; n < COLUMNS_OF_8; n++) {
-        int count = min(tile.count - n * 8, 8);
-        if (count <= 0) break;
-        gather_sums(s, acc[n], at.turn);
-        if constexpr (P::SPLITS == 1) {
-            write_outputs<P>(job, tile.expert, at.panel, count, rows + n * 8,
-                             [&](int t, int row) { return add_warps(s, t, row); });
-        } else {
-            float *part = job.partials + ((int64_t)at.split * DECODE_ASSIGNMENTS + tile.first + n * 8) * ROWS;
-            for (int i = threadIdx.x; i < count * PANEL_ROWS; i += THREADS)
-                part[i / PANEL_ROWS * ROWS + at.panel * PANEL_ROWS + i % PANEL_ROWS] =
-                    add_warps(s, i / PANEL_ROWS, i % PANEL_ROWS);
+        for (int i = 0; i < P::SPLITS; i++)
+            part[i] = __ldcg(&parts[((int64_t)i * DECODE_ASSIGNMENTS + token) * ROWS + row]);
+#pragma unroll
+        for (int i = 0; i < P::SPLITS; i++) sum += part[i];
+        return sum;
+    });
+}
+
+/* What comes after the products of all items of this block, by a warp of its own, whose waits hold up nothing. */
+template <class P> __device__ void finish_items(Shared &s, const Job &job, int num_items) {
+    constexpr int ROWS = P::PANELS * PANEL_ROWS;
+    Cursor<P> at;
+    for (at.start(s, job, 0); at.item < num_items; at.start(s, job, at.turn + 1)) {
+        const Tile tile = s.tiles[at.tile];
+        for (int first = 0; first < tile.count; first += 8) {
+            int count = min(tile.count - first, 8);
+            arrive(SUMS_READ, THREADS);
+            meet(SUMS_WRITTEN, THREADS);
+            if (threadIdx.x % 32 == 0) s.queue[at.turn % QUEUE] = UNKNOWN; /* all warps know it */
+            if constexpr (P::SPLITS == 1) {
+                write_outputs<P>(job, tile.expert, at.panel, count, s.assignments + tile.first + first,
+                                 [&](int token, int row) { return add_warps(s, token, row); });
+            } else {
+                float *part = job.partials + ((int64_t)at.split * DECODE_ASSIGNMENTS + tile.first + first) * ROWS;
+                for (int i = threadIdx.x % 32; i < count * PANEL_ROWS; i += 32)
+                    part[i / PANEL_ROWS * ROWS + at.panel * PANEL_ROWS + i % PANEL_ROWS] =
+                        add_warps(s, i / PANEL_ROWS, i % PANEL_ROWS);
+            }
         }
-    }
-    if constexpr (P::SPLITS > 1) {
-        if (!is_last_part<P>(s, job.arrived + at.tile * P::PANELS + at.panel)) return;
-        const float *parts = job.partials + (int64_t)tile.first * ROWS + at.panel * PANEL_ROWS;
-        write_outputs<P>(job, tile.expert, at.panel, tile.count, rows, [&](int token, int row) {
-            float part[P::SPLITS], sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < P::SPLITS; i++)
-                part[i] = __ldcg(&parts[((int64_t)i * DECODE_ASSIGNMENTS + token) * ROWS + row]);
-#pragma unroll
-            for (int i = 0; i < P::SPLITS; i++) sum += part[i];
-            return sum;
-        });
+        if constexpr (P::SPLITS > 1)
+            if (is_last_part<P>(job.arrived + at.tile * P::PANELS + at.panel)) add_parts(s, job, at, tile);
     }
 }
 
@@ -289,9 +307,9 @@ template <class P, int COLUMNS_OF_8> struct Inputs {
     }
 };
 
-/* All items of this block. */
+/* The products of all items of this block, by all warps but one. */
 template <class P, int COLUMNS_OF_8>
-__device__ void run_items(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
+__device__ void multiply_items(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
     float2 x[INPUT_AHEAD + 1][COLUMNS_OF_8][CHUNK / 8];
     Inputs<P, COLUMNS_OF_8> inputs;
     inputs.at.start(s, job, 0);
@@ -314,7 +332,9 @@ __device__ void run_items(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &jo
             for (int i = 0; i < INPUT_AHEAD * COLUMNS_OF_8 * (CHUNK / 8); i++)
                 (&x[0][0][0])[i] = (&x[0][0][0])[i + COLUMNS_OF_8 * (CHUNK / 8)];
         }
-        finish_item<P, COLUMNS_OF_8>(s, job, at, tile, acc);
+#pragma unroll
+        for (int n = 0; n < COLUMNS_OF_8; n++)
+            if (n * 8 < tile.count) hand_over(s, acc[n]);
     }
 }
 
@@ -328,11 +348,13 @@ __device__ void leave(const Job &job) {
 
 /* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs. */
 template <class P, int COLUMNS_OF_8>
-__global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ Job job) {
     extern __shared__ char memory[];
     Shared &s = *(Shared *)(memory + (1024 - shared_address(memory) % 1024) % 1024);
     int warp = threadIdx.x / 32;
-    Ring ring(job.panels, s.rings[warp], s.full[warp]);
+    bool finishes = warp == WARPS;
+    Ring ring(s.rings[warp % WARPS], s.full[warp % WARPS]);
+    if (!finishes) ring.begin(job.panels);
     if (threadIdx.x < QUEUE) s.queue[threadIdx.x] = UNKNOWN;
     if (!P::ROUTED_BEFORE) {
         pdl_wait();
@@ -341,14 +363,19 @@ __global__ void __launch_bounds__(THREADS, BULK_COPY ? 2 : 1) experts_kernel(con
     list_tiles<COLUMNS_OF_8 * 8>(s, job);
     int num_items = s.num_tiles * P::PANELS * P::SPLITS;
     Cursor<P> ahead;
-    ahead.start(s, job, 0);
-    ahead.settle(s, job, num_items);
-    for (int i = 0; i < RING_STAGES; i++) refill(ring, ahead, s, job, num_items);
+    if (!finishes) {
+        ahead.start(s, job, 0);
+        ahead.settle(s, job, num_items);
+        for (int i = 0; i < RING_STAGES; i++) refill(ring, ahead, s, job, num_items);
+    }
     if (P::ROUTED_BEFORE) {
         pdl_wait();
         pdl_trigger();
     }
-    run_items<P, COLUMNS_OF_8>(ring, ahead, s, job, num_items);
+    if (finishes)
+        finish_items<P>(s, job, num_items);
+    else
+        multiply_items<P, COLUMNS_OF_8>(ring, ahead, s, job, num_items);
     if (Cursor<P>::TAKES_ITEMS) leave(job);
 }
 

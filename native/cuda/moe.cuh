@@ -74,8 +74,8 @@ constexpr int MOST_PANELS = max_of(max_of(Up::PANELS, Down::PANELS), max_of(MoaI
 
 struct MoeScratch {
     float partial_logits[LOGIT_SLICES][MAX_TOKENS][NUM_EXPERTS];
-    int32_t faults[MAX_TOKENS];                           /* 1: the token's logits allow no choice */
     int32_t routed_blocks;                                /* of a step's tokens; 0 between steps */
+    int32_t fault;                                        /* MAX_TOKENS minus a token whose logits allow no choice, or 0 */
     int32_t next_item[2], done_blocks[2];                 /* of experts_up, experts_down; 0 between products */
     int32_t arrived[TILE_BOUND * MOST_PANELS];            /* splits that are done; 0 between products */
     float up_partials[max_of(Up::PARTIALS, MoaIn::PARTIALS)];

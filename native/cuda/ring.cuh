@@ -17,7 +17,7 @@
 
 constexpr int CHUNK = 32;                                      /* columns of a piece */
 constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
-constexpr int RING_STAGES = CUDA_ARCH == 86 || CUDA_ARCH == 89 || CUDA_ARCH >= 110 ? 2 : 3; /* by an SM's memory */
+constexpr int RING_STAGES = CUDA_ARCH == 90 || CUDA_ARCH == 100 ? 5 : CUDA_ARCH == 80 ? 3 : 2; /* by an SM's memory */
 constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
 
 /* Where a kernel's weights are: experts' panels of one matrix. */
@@ -49,7 +49,7 @@ inline int describe_panels(Panels *panels, const weight_t *data, int columns, in
     panels->data = data;
     EncodeTiled encode = tensor_map_encoder();
     if (encode && encode(&panels->map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, (void *)data, sizes, strides, box, steps,
-                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS)
         return 0;
     return fail("cuda: tensor map of %d columns=refused, expected one; see python -m colibri.run --doctor", columns);
@@ -68,8 +68,9 @@ struct Ring {
     int filled = 0, used = 0;    /* the next piece's place, to fill and to use */
     uint32_t phase = 0;          /* of the barrier to wait for */
 
-    __device__ Ring(const Panels &panels, void *memory, uint64_t *full)
-        : stages(shared_address(memory)), barriers(shared_address(full)) {
+    __device__ Ring(void *memory, uint64_t *full) : stages(shared_address(memory)), barriers(shared_address(full)) {}
+
+    __device__ void begin(const Panels &panels) {
 #if BULK_COPY
         if (threadIdx.x % 32 == 0) {
             for (int i = 0; i < RING_STAGES; i++)
@@ -88,11 +89,13 @@ struct Ring {
 #if BULK_COPY
         if (wanted && threadIdx.x % 32 == 0) {
             uint32_t full = barriers + filled * 8;
+            uint64_t policy; /* weights are read once: what is read again keeps its place in the L2 cache */
+            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" 
                          ::"r"(full), "r"(CHUNK_BYTES) : "memory");
-            asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                         "[%0], [%1, {%2, %3, %4}], [%5];"
-                         ::"r"(stage), "l"(&panels.map), "r"(0), "r"(column), "r"(index), "r"(full) : "memory");
+            asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                         "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(stage), "l"(&panels.map), "r"(0), "r"(column),
+                         "r"(index), "r"(full), "l"(policy) : "memory");
         }
 #else
         int lane = threadIdx.x % 32, eighth = lane % 8;

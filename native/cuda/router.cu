@@ -2,69 +2,120 @@
  *
  * The logits' sums are split over columns into slices that the shape fixes; router_kernel adds the slices in order and
  * routes, one warp a token. Order is (score descending, expert ascending) by a bitonic network over the warp's lanes,
- * on words of which the upper half is the score and the lower half tells the expert. The block that is done last goes
- * on to build the lists. */
+ * on words of which the upper half is the score and the lower half tells the expert. One block goes on to build the
+ * lists: the first of a cluster, or the one that is done last. For few tokens one kernel does all, a cluster whose
+ * blocks have a slice each and hand their sums to the first one's shared memory. */
 #include "moe.cuh"
 
 namespace {
 
-constexpr int LOGIT_THREADS = 256;
-constexpr int LOGIT_EXPERTS = 16;                      /* of one block: four lanes' float4 of one column */
+constexpr int LOGIT_WARPS = LOGIT_LANES / 8;           /* that share 16 experts' columns of a slice */
+constexpr int LOGIT_EXPERTS = 16;                      /* of a warp: four lanes' float4 of one column */
+constexpr int LANE_COLUMNS = SLICE_COLUMNS / LOGIT_LANES;
+constexpr int VECTOR = HIDDEN % 4 == 0 && LANE_COLUMNS % 4 == 0 ? 4 : HIDDEN % 2 == 0 && LANE_COLUMNS % 2 == 0 ? 2 : 1;
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);    /* experts of a lane: lane, lane + 32, ... */
 constexpr int GROUP_SIZE = NUM_EXPERTS / NUM_GROUPS;
 constexpr int GROUPS_PER_LANE = ceil_div(NUM_GROUPS, 32);
-constexpr int WARPS = 8;                               /* of router_kernel: tokens of a block */
+constexpr int WARPS = 16;                              /* of router_kernel: tokens of a block */
+constexpr int CLUSTER_BLOCKS = CUDA_ARCH >= 90 ? 8 : 1; /* at most: a GPU need not have more */
 constexpr float INFINITE = __builtin_huge_valf();
 
 using Key = unsigned long long;
 
-/* Grid (slices, experts / 16, rows / TOKENS): partial_logits of one slice of columns. Padding rows have them too, for
- * the true number of tokens would take longer to read. */
-template <int TOKENS>
-__global__ void __launch_bounds__(LOGIT_THREADS)
-router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, int num_rows) {
-    __shared__ float sums[LOGIT_THREADS / 32][TOKENS][LOGIT_EXPERTS];
-    constexpr int STEPS = SLICE_COLUMNS / LOGIT_LANES;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.y * LOGIT_EXPERTS + lane % 4 * 4;
-    int column = blockIdx.x * SLICE_COLUMNS + warp * 8 + lane / 4, token = blockIdx.z * TOKENS;
+/* Where in a slice of columns the lane's first of each VECTOR neighbours are. */
+__device__ int lane_column(int slice, int warp, int i) {
+    return slice * SLICE_COLUMNS + ((i / VECTOR * LOGIT_WARPS + warp) * 8 + threadIdx.x % 32 / 4) * VECTOR;
+}
+
+/* The lane's weights of 16 experts: four experts of each of its columns. */
+__device__ __forceinline__ void load_router(float4 (&weight)[LANE_COLUMNS], const float *router, int slice, int warp,
+                                            int first_expert) {
+    int expert = first_expert + threadIdx.x % 4 * 4;
     const float *rows = router + ((int64_t)expert / PANEL_ROWS * HIDDEN) * PANEL_ROWS + expert % PANEL_ROWS;
-    float4 weight[STEPS];
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        int c = column + i * LOGIT_LANES;
+    for (int i = 0; i < LANE_COLUMNS; i++) {
+        int c = lane_column(slice, warp, i) + i % VECTOR;
         weight[i] = c < HIDDEN ? *(const float4 *)(rows + (int64_t)c * PANEL_ROWS) : make_float4(0, 0, 0, 0);
     }
-    pdl_wait();
-    pdl_trigger();
-    float value[TOKENS][STEPS];
+}
+
+/* The lane's columns of rows [0, num_rows) of x, at most TOKENS; zeros for others. */
+template <int TOKENS>
+__device__ __forceinline__ void load_rows(float (&value)[TOKENS][LANE_COLUMNS], const float *x, int num_rows, int slice,
+                                          int warp) {
+    struct alignas(4 * VECTOR) Columns { float of[VECTOR]; };
 #pragma unroll
     for (int t = 0; t < TOKENS; t++)
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            int c = column + i * LOGIT_LANES;
-            value[t][i] = token + t < num_rows && c < HIDDEN ? x[(int64_t)(token + t) * HIDDEN + c] : 0.0f;
-        }
+        for (int i = 0; i < LANE_COLUMNS; i += VECTOR) {
+            int c = lane_column(slice, warp, i);
+            Columns columns = {};
+            if (t < num_rows && c < HIDDEN) columns = *(const Columns *)(x + (int64_t)t * HIDDEN + c);
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-        float sum[4] = {};
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            sum[0] = fmaf(weight[i].x, value[t][i], sum[0]);
-            sum[1] = fmaf(weight[i].y, value[t][i], sum[1]);
-            sum[2] = fmaf(weight[i].z, value[t][i], sum[2]);
-            sum[3] = fmaf(weight[i].w, value[t][i], sum[3]);
+            for (int v = 0; v < VECTOR; v++) value[t][i + v] = columns.of[v];
         }
+}
+
+/* Adds up over the lanes with the same experts. At each step a lane hands half of its tokens over, until it has one. */
+template <int TOKENS, int OFFSET = 16>
+__device__ __forceinline__ void add_lanes(float (&total)[4], const float (&sum)[TOKENS][4]) {
+    constexpr int KEPT = TOKENS > 1 ? TOKENS / 2 : 1;
+    bool is_upper = TOKENS > 1 && threadIdx.x & OFFSET;
+    float next[KEPT][4];
+#pragma unroll
+    for (int t = 0; t < KEPT; t++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            for (int offset = 16; offset >= 4; offset /= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], offset);
-            if (lane < 4) sums[warp][t][lane * 4 + e] = sum[e];
+            float given = is_upper ? sum[t][e] : sum[TOKENS - KEPT + t][e];
+            next[t][e] = (is_upper ? sum[TOKENS - KEPT + t][e] : sum[t][e]) + __shfl_xor_sync(~0u, given, OFFSET);
         }
+    if constexpr (OFFSET > 4) {
+        add_lanes<KEPT, OFFSET / 2>(total, next);
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) total[e] = next[0][e];
     }
+}
+
+/* A warp's part of a slice of the logits: TOKENS (1, 2, 4 or 8) rows, 16 experts. */
+template <int TOKENS>
+__device__ __forceinline__ void add_columns(float (*sums)[LOGIT_EXPERTS], const float4 (&weight)[LANE_COLUMNS],
+                                            const float (&value)[TOKENS][LANE_COLUMNS]) {
+    float sum[TOKENS][4] = {}, total[4];
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+        for (int i = 0; i < LANE_COLUMNS; i++) {
+            sum[t][0] = fmaf(weight[i].x, value[t][i], sum[t][0]);
+            sum[t][1] = fmaf(weight[i].y, value[t][i], sum[t][1]);
+            sum[t][2] = fmaf(weight[i].z, value[t][i], sum[t][2]);
+            sum[t][3] = fmaf(weight[i].w, value[t][i], sum[t][3]);
+        }
+    add_lanes(total, sum);
+    int row = threadIdx.x % 32 / 4 * TOKENS / 8; /* where 8 / TOKENS lanes have the same, they all write it */
+    *(float4 *)&sums[row][threadIdx.x % 4 * 4] = make_float4(total[0], total[1], total[2], total[3]);
+}
+
+/* Grid (slices, experts / 16, rows / TOKENS): partial_logits of one slice of columns. Padding rows have them too, for
+ * the true number of tokens would take longer to read. */
+template <int TOKENS>
+__global__ void __launch_bounds__(LOGIT_WARPS * 32)
+router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, int num_rows) {
+    __shared__ alignas(16) float sums[LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
+    int warp = threadIdx.x / 32, token = blockIdx.z * TOKENS;
+    float4 weight[LANE_COLUMNS];
+    float value[TOKENS][LANE_COLUMNS];
+    load_router(weight, router, blockIdx.x, warp, blockIdx.y * LOGIT_EXPERTS);
+    pdl_wait();
+    pdl_trigger();
+    load_rows(value, x + (int64_t)token * HIDDEN, num_rows - token, blockIdx.x, warp);
+    add_columns(sums[warp], weight, value);
     __syncthreads();
     int t = threadIdx.x / LOGIT_EXPERTS, e = blockIdx.y * LOGIT_EXPERTS + threadIdx.x % LOGIT_EXPERTS;
     if (t >= TOKENS || token + t >= num_rows || e >= NUM_EXPERTS) return;
     float total = 0.0f;
-    for (int w = 0; w < LOGIT_THREADS / 32; w++) total += sums[w][t][threadIdx.x % LOGIT_EXPERTS];
+#pragma unroll
+    for (int w = 0; w < LOGIT_WARPS; w++) total += sums[w][t][threadIdx.x % LOGIT_EXPERTS];
     scratch->partial_logits[blockIdx.x][token + t][e] = total;
 }
 
@@ -282,10 +333,19 @@ struct Routing {
     bool counted; /* in the layer's totals */
 };
 
-/* One row by one warp: its logits, experts (into `ids` too) and weights; true where the logits allow no choice. */
-__device__ bool route_token(const Routing &r, const MoeScratch *scratch, int token, bool is_token, int *ids) {
+/* A row's routing, by one warp. */
+struct Choice {
+    float logits[PER_LANE]; /* of experts lane, lane + 32, ... */
+    int expert;             /* lane i < K: the i-th best, and its weight */
+    float weight;
+    bool is_bad;            /* in every lane: the logits allow no choice */
+};
+
+template <int ROWS>
+__device__ Choice route_token(const Routing &r, const float (*partials)[ROWS][NUM_EXPERTS], int token) {
     int lane = threadIdx.x % 32;
-    float logits[PER_LANE], score[PER_LANE];
+    Choice choice;
+    float (&logits)[PER_LANE] = choice.logits, score[PER_LANE];
     bool is_bad = false;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
@@ -293,7 +353,7 @@ __device__ bool route_token(const Routing &r, const MoeScratch *scratch, int tok
         float part[LOGIT_SLICES];
 #pragma unroll
         for (int s = 0; s < LOGIT_SLICES; s++)
-            part[s] = scratch->partial_logits[s][token][min(e, NUM_EXPERTS - 1)];
+            part[s] = partials[s][token][min(e, NUM_EXPERTS - 1)];
         logits[j] = 0.0f;
 #pragma unroll
         for (int s = 0; s < LOGIT_SLICES; s++) logits[j] += part[s];
@@ -302,7 +362,7 @@ __device__ bool route_token(const Routing &r, const MoeScratch *scratch, int tok
         is_bad |= !(logits[j] < INFINITE);
     }
     Key best;
-    float weight = 0.0f;
+    float &weight = choice.weight = 0.0f;
     if constexpr (ROUTER_KIND == ROUTER_SPARSEMIXER) {
         best = sparsemix(logits, r.jitter, weight);
     } else {
@@ -322,31 +382,39 @@ __device__ bool route_token(const Routing &r, const MoeScratch *scratch, int tok
         }
         weight = weigh(chosen, logits, r.routed_scaling, r.renormalize_min);
     }
-    int expert = index_of(best);
-    is_bad |= lane < K && !can_be_chosen(best);
-    if (!is_token) return false;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++)
-        if (lane + j * 32 < NUM_EXPERTS) r.state.router_logits[token * NUM_EXPERTS + lane + j * 32] = logits[j];
-    if (lane < K) {
-        ids[lane] = r.state.expert_ids[token * K + lane] = expert;
-        r.state.expert_weights[token * K + lane] = weight;
-    }
-    return __any_sync(~0u, is_bad);
+    choice.expert = index_of(best);
+    choice.is_bad = __any_sync(~0u, is_bad || (lane < K && !can_be_chosen(best)));
+    return choice;
 }
 
-/* Makes the lowest token at fault known to the host, unless an earlier layer's is. By one block. */
-__device__ void report_fault(const Routing &r, const MoeScratch *scratch, int num_tokens) {
-    __shared__ int first;
-    if (threadIdx.x == 0) first = num_tokens;
+__device__ void store_choice(const State &s, int token, const Choice &choice) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+        if (lane + j * 32 < NUM_EXPERTS) s.router_logits[token * NUM_EXPERTS + lane + j * 32] = choice.logits[j];
+    if (lane < K) {
+        s.expert_ids[token * K + lane] = choice.expert;
+        s.expert_weights[token * K + lane] = choice.weight;
+    }
+}
+
+/* A fault is MAX_TOKENS minus the lowest token at fault, or 0: a block's. */
+__device__ int block_fault(bool is_bad, int token) {
+    __shared__ int highest;
+    if (!__syncthreads_or(is_bad)) return 0;
+    if (threadIdx.x == 0) highest = 0;
     __syncthreads();
-    for (int t = threadIdx.x; t < num_tokens; t += blockDim.x)
-        if (__ldcg(&scratch->faults[t])) atomicMin(&first, t);
+    if (is_bad) atomicMax(&highest, MAX_TOKENS - token);
     __syncthreads();
+    return highest;
+}
+
+/* Makes a fault known to the host, unless an earlier layer's is. By one thread. */
+__device__ void report_fault(const Routing &r, int fault) {
     volatile Batch *batch = r.host_batch;
-    if (threadIdx.x != 0 || batch->fault != 0) return;
+    if (batch->fault != 0) return;
     batch->fault_layer = r.layer;
-    batch->fault_token = first;
+    batch->fault_token = MAX_TOKENS - fault;
     __threadfence_system();
     batch->fault = FAULT_ROUTER_LOGIT;
 }
@@ -434,43 +502,171 @@ __device__ void dispatch(const Routing &r, const int *ids, int num_tokens) {
         if (r.counted && totals[e]) s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + e] += totals[e];
 }
 
-constexpr int FAULTY = 1 << 15; /* one block with a fault, counted in the same word as blocks */
-static_assert(ceil_div(MAX_TOKENS, WARPS) < FAULTY, "too many blocks to count beside the faulty ones");
+constexpr int FEW = 64; /* assignments */
+constexpr int LOOKING_WARPS = ceil_div(max_of(NUM_EXPERTS, FEW), 32);
+static_assert(NUM_EXPERTS <= WARPS * 32, "an expert a thread");
 
-/* True in the last block to get here, in which `is_bad` becomes true if any block's is. What the others wrote before
- * can be read then. */
-__device__ bool is_last_block(MoeScratch *scratch, bool &is_bad) {
+/* The same where they are few: thread i looks at them all, to find where expert i's begin and assignment i's place. */
+__device__ void dispatch_few(const Routing &r, const int *ids, int count) {
+    __shared__ unsigned active[WARPS];
+    const State &s = r.state;
+    int i = threadIdx.x, own = i < count ? ids[i] : 0, start = 0, total = 0, place = 0;
+    if (i / 32 < LOOKING_WARPS)
+        for (int j = 0; j < count; j++) {
+            int id = ids[j];
+            start += id < i;
+            total += id == i;
+            place += id < own || (id == own && j < i);
+        }
+    if (i < count) s.assignments[place] = i;
+    unsigned peers = __ballot_sync(~0u, total > 0);
+    if (i % 32 == 0) active[i / 32] = peers;
+    __syncthreads();
+    if (i >= NUM_EXPERTS) return;
+    int num_active = __popc(peers & ((1u << i % 32) - 1));
+    for (int w = 0; w < i / 32; w++) num_active += __popc(active[w]);
+    s.expert_offsets[i] = start;
+    if (total > 0) s.active_experts[num_active++] = i;
+    if (r.counted && total > 0) s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + i] += total;
+    if (i != NUM_EXPERTS - 1) return;
+    s.expert_offsets[NUM_EXPERTS] = count;
+    *s.num_active = num_active;
+    if (r.counted) *s.experts_read += num_active;
+}
+
+/* True in the last block to get here, where `fault` becomes all blocks', and what the others wrote can be read. */
+__device__ bool is_last_block(MoeScratch *scratch, int &fault) {
     __shared__ int arrived;
-    is_bad = __syncthreads_or(is_bad);
-    if (gridDim.x == 1) return true;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        int own = is_bad ? FAULTY + 1 : 1;
-        arrived = atomicAdd(&scratch->routed_blocks, own) + own;
-        if (arrived % FAULTY == (int)gridDim.x) scratch->routed_blocks = 0; /* for the next layer */
+        if (fault) atomicMax(&scratch->fault, fault);
+        __threadfence();
+        arrived = atomicAdd(&scratch->routed_blocks, 1) + 1;
     }
     __syncthreads();
-    is_bad = arrived >= FAULTY;
-    if (arrived % FAULTY != (int)gridDim.x) return false;
+    if (arrived != (int)gridDim.x) return false;
     __threadfence();
+    fault = __ldcg(&scratch->fault);
+    __syncthreads();
+    if (threadIdx.x == 0) scratch->routed_blocks = scratch->fault = 0; /* for the next layer */
     return true;
 }
 
-/* A warp a row. */
+/* Stores what a warp has chosen. True in the block that goes on when all are done, where `fault` becomes all blocks'.
+ * Blocks of a cluster hand the experts over in the first one's `ids` and go on there; what they store in the device's
+ * memory is not waited for. */
+__device__ bool publish(const Routing &r, MoeScratch *scratch, int *ids, const Choice &choice, int token, bool is_token,
+                        int &fault) {
+    __shared__ int faults[CLUSTER_BLOCKS];
+    bool is_slot = is_token && threadIdx.x % 32 < K;
+    int *place = ids + token * K + threadIdx.x % 32;
+    if (gridDim.x > CLUSTER_BLOCKS) {
+        if (is_token) store_choice(r.state, token, choice);
+        return is_last_block(scratch, fault);
+    }
+    if (gridDim.x == 1) {
+        if (is_slot) *place = choice.expert;
+        if (is_token) store_choice(r.state, token, choice);
+        __syncthreads();
+        return true;
+    }
+    cluster_wait(); /* the first block has begun, and has its shared memory */
+    if (is_slot) store_to_first_block(place, choice.expert);
+    if (threadIdx.x == 0) store_to_first_block(&faults[blockIdx.x], fault);
+    cluster_arrive();
+    if (is_token) store_choice(r.state, token, choice);
+    cluster_wait();
+    for (int i = 0; i < gridDim.x && blockIdx.x == 0; i++) fault = max(fault, faults[i]);
+    return blockIdx.x == 0;
+}
+
+/* A warp a row. As many blocks as fit are a cluster, whose first block has all experts in its shared memory. */
 __global__ void __launch_bounds__(WARPS * 32)
 router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_rows) {
-    __shared__ int ids[WARPS * K];
+    __shared__ int ids[CLUSTER_BLOCKS * WARPS * K];
+    bool is_cluster = gridDim.x <= CLUSTER_BLOCKS;
+    if (is_cluster && gridDim.x > 1) cluster_arrive();
     pdl_wait();
     pdl_trigger();
     int num_tokens = r.batch->num_tokens, token = blockIdx.x * WARPS + threadIdx.x / 32;
-    bool is_bad = false;
-    if (token < num_rows) is_bad = route_token(r, scratch, token, token < num_tokens, ids + threadIdx.x / 32 * K);
-    if (threadIdx.x % 32 == 0 && token < num_tokens) scratch->faults[token] = is_bad;
-    if (!is_last_block(scratch, is_bad)) return;
-    dispatch(r, gridDim.x == 1 ? ids : nullptr, num_tokens);
-    if (is_bad) report_fault(r, scratch, num_tokens);
+    Choice choice = {};
+    if (token < num_rows) choice = route_token(r, scratch->partial_logits, token);
+    bool is_token = token < num_tokens;
+    int fault = block_fault(is_token && choice.is_bad, token);
+    if (!publish(r, scratch, ids, choice, token, is_token, fault)) return;
+    if (is_cluster && num_tokens * K <= FEW)
+        dispatch_few(r, ids, num_tokens * K);
+    else
+        dispatch(r, is_cluster ? ids : nullptr, num_tokens);
+    if (fault && threadIdx.x == 0) report_fault(r, fault);
 }
+
+/* For few tokens all in one: a cluster of which a block or two have a slice of the columns, and the first routes. */
+constexpr int SMALL_WARPS = 2 * LOGIT_WARPS; /* two groups of 16 experts at a time */
+static_assert(SMALL_WARPS <= WARPS, "the lists' shared memory is for so many warps");
+constexpr int SHARES = NUM_EXPERTS > 64 && (CUDA_ARCH == 90 || CUDA_ARCH == 100) ? 2 : 1; /* of a slice's experts */
+constexpr int LOGIT_GROUPS = ceil_div(NUM_EXPERTS, 2 * SHARES * LOGIT_EXPERTS);           /* of a warp */
+constexpr int SMALL_TOKENS = 4;
+constexpr bool FITS_CLUSTER = LOGIT_SLICES <= CLUSTER_BLOCKS && LOGIT_GROUPS <= 4 && /* in shared memory */
+                              LOGIT_GROUPS * LANE_COLUMNS <= 16;                      /* and in 64 registers */
+static_assert(SMALL_TOKENS * K <= FEW, "few assignments");
+
+template <int TOKENS>
+__global__ void __launch_bounds__(SMALL_WARPS * 32)
+small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, const float *x, const float *router,
+                    int num_rows) {
+    constexpr int EXPERTS = LOGIT_GROUPS * 2 * LOGIT_EXPERTS; /* of a share */
+    __shared__ alignas(16) float sums[LOGIT_GROUPS * 2][LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
+    __shared__ float partials[LOGIT_SLICES][TOKENS][NUM_EXPERTS]; /* the first block's */
+    __shared__ int ids[TOKENS * K];
+    cluster_arrive();
+    int warp = threadIdx.x / 32, part = warp % LOGIT_WARPS, slice = blockIdx.x / SHARES;
+    int first = blockIdx.x % SHARES * EXPERTS;
+    float4 weight[LOGIT_GROUPS][LANE_COLUMNS];
+#pragma unroll
+    for (int g = 0; g < LOGIT_GROUPS; g++)
+        load_router(weight[g], router, slice, part, first + (g * 2 + warp / LOGIT_WARPS) * LOGIT_EXPERTS);
+    pdl_wait();
+    int num_tokens = r.batch->num_tokens;
+    float value[TOKENS][LANE_COLUMNS];
+    load_rows(value, x, num_rows, slice, part);
+#pragma unroll
+    for (int g = 0; g < LOGIT_GROUPS; g++) add_columns(sums[g * 2 + warp / LOGIT_WARPS][part], weight[g], value);
+    __syncthreads();
+    cluster_wait(); /* the first block has begun, and has its shared memory */
+    for (int i = threadIdx.x; i < TOKENS * EXPERTS; i += SMALL_WARPS * 32) {
+        int t = i / EXPERTS, e = i % EXPERTS;
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < LOGIT_WARPS; w++) total += sums[e / LOGIT_EXPERTS][w][t][e % LOGIT_EXPERTS];
+        if (first + e < NUM_EXPERTS) store_to_first_block(&partials[slice][t][first + e], total);
+    }
+    cluster_arrive();
+    cluster_wait();
+    pdl_trigger(); /* here, for blocks that come earlier find these SMs full, and crowd on others */
+    if (blockIdx.x != 0) return;
+    Choice choice = {};
+    bool is_token = warp < num_tokens;
+    if (warp < TOKENS && is_token) choice = route_token(r, partials, warp);
+    if (is_token && threadIdx.x % 32 < K) ids[warp * K + threadIdx.x % 32] = choice.expert;
+    int fault = block_fault(choice.is_bad, warp);
+    if (is_token) store_choice(r.state, warp, choice);
+    dispatch_few(r, ids, num_tokens * K);
+    if (fault && threadIdx.x == 0) report_fault(r, fault);
+}
+
+template <bool FITS>
+int launch_small(Model *m, int num_rows, const Routing &routing, const float *router, const float *input) {
+    if constexpr (FITS) {
+        auto kernel = num_rows == 1 ? small_router_kernel<1> : small_router_kernel<SMALL_TOKENS>;
+        constexpr int BLOCKS = LOGIT_SLICES * SHARES;
+        return launch_clusters(m, "small_router", kernel, BLOCKS, BLOCKS, SMALL_WARPS * 32, 0, routing, moe(m), input,
+                               router, num_rows);
+    }
+    return 0;
+}
+
 int launch_logits(Model *m, int num_rows, const float *router, const float *input) {
     dim3 grid(LOGIT_SLICES, ceil_div(NUM_EXPERTS, LOGIT_EXPERTS), num_rows);
     auto kernel = router_logits_kernel<1>;
@@ -478,7 +674,7 @@ int launch_logits(Model *m, int num_rows, const float *router, const float *inpu
         grid.z = ceil_div(num_rows, 8);
         kernel = router_logits_kernel<8>;
     }
-    return launch(m, "router_logits", kernel, grid, LOGIT_THREADS, 0, moe(m), input, router, num_rows);
+    return launch(m, "router_logits", kernel, grid, LOGIT_WARPS * 32, 0, moe(m), input, router, num_rows);
 }
 
 } // namespace
@@ -490,9 +686,12 @@ int cuda_route(Model *m, int num_tokens, int layer, const float *input, const fl
     const BinHeader *h = &m->header;
     Routing routing = {m->state, device_batch(m), m->batch, correction, logit_bias, h->routed_scaling,
                        h->renormalize_min, h->router_jitter, layer, counted};
+    if (FITS_CLUSTER && num_tokens <= SMALL_TOKENS)
+        return launch_small<FITS_CLUSTER>(m, num_tokens, routing, router, input);
     TRY(launch_logits(m, num_tokens, router, input));
-    dim3 grid(ceil_div(num_tokens, WARPS));
-    return launch(m, "router", router_kernel, grid, WARPS * 32, 0, routing, moe(m), num_tokens);
+    int blocks = ceil_div(num_tokens, WARPS);
+    return launch_clusters(m, "router", router_kernel, blocks, blocks <= CLUSTER_BLOCKS ? blocks : 1, WARPS * 32, 0,
+                           routing, moe(m), num_tokens);
 }
 
 int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
