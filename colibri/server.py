@@ -1,6 +1,7 @@
 """The server: one engine, its scheduler, and the clients of --serve and --http."""
 
 import asyncio
+import collections
 import contextlib
 import gc
 import os
@@ -18,7 +19,7 @@ from colibri.requests import CODES, FINISHES, Reader, Refused
 from colibri.scheduler import Scheduler
 from colibri.stdio import Pipes
 
-MAX_CONNECTIONS = 1000
+MAX_CONNECTIONS = 1000   # of lines, and as many of HTTP, so that one kind does not shut the other out
 SPARE_FILES = 200        # of the process's limit of open files, not for connections
 CUT_SECONDS = 5          # that the last step may take when the time to drain is over
 CLOSE_SECONDS = 1        # that clients may take to fetch what is left for them
@@ -32,8 +33,8 @@ class Server:
         self.engine, self.options = engine, options
         self.reader = Reader(engine)
         self.metrics = Metrics(FINISHES, CODES)
-        self.max_connections = max(1, min(MAX_CONNECTIONS, number_of_files() - SPARE_FILES))
-        self.connections = set()
+        self.max_connections = max(1, min(MAX_CONNECTIONS, (number_of_files() - SPARE_FILES) // 2))
+        self.connections, self._num_open = set(), collections.Counter()  # the latter by kind
         self.is_draining = False
         self.name = os.path.basename(engine.checkpoint.path)
         self._listeners, self._signals, self._state = [], [], None
@@ -147,13 +148,15 @@ class Server:
         """Whether there is room for it."""
         self.metrics.connections += 1
         self.connections.add(connection)
-        if len(self.connections) > self.max_connections:
+        self._num_open[type(connection)] += 1
+        if self._num_open[type(connection)] > self.max_connections:
             self.metrics.dropped_connections += 1
             return False
         return True
 
     def closed(self, connection):
         self.connections.discard(connection)
+        self._num_open[type(connection)] -= 1
 
     def dropped(self, reason):
         self.metrics.dropped_connections += 1

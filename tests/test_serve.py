@@ -310,9 +310,9 @@ def test_a_stopped_client_goes_on(service, engine):
 
 
 def test_too_many_connections(moe_32, tmp_path):
-    command = ["bash", "-c", 'ulimit -n 210; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend", "host",
-               "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket"]
-    with Service(moe_32, tmp_path, command=command) as service:  # 210 files: room for ten
+    command = ["bash", "-c", 'ulimit -n 220; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend", "host",
+               "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket", "--http", ":0"]
+    with Service(moe_32, tmp_path, command=command) as service:  # 220 files: room for ten of each kind
         clients = [service.client() for _ in range(10)]
         for client in clients:
             assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
@@ -320,6 +320,7 @@ def test_too_many_connections(moe_32, tmp_path):
         assert refused.receive() == {"id": None, "error": {
             "message": "connections: 10 are open, expected fewer; close one first", "code": "too_many_connections"}}
         assert refused.receive() is None
+        assert service.metric("connections_dropped_total") == 1
         clients[0].close()
         time.sleep(0.2)
         with service.client() as client:
