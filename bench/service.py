@@ -38,7 +38,7 @@ class Service:
                 break
             sys.stderr.write(line)
         else:
-            raise RuntimeError(f"{' '.join(command)}: ended with {self.process.wait()}")
+            sys.exit(f"{' '.join(command)}: ended with {self.process.wait()}")
         self.address, self.http = (ready[1], int(ready[2])), (ready[3], int(ready[4]))
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()

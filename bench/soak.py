@@ -244,7 +244,7 @@ def answers_alone(service, seed):
         for number, request in enumerate(catalogue(seed)):
             answer = connection.ask({"id": number, **request})
             if answer is None or answer.get("finish_reason") not in FINISHED:
-                raise RuntimeError(f"alone: {answer}")
+                sys.exit(f"alone: {answer}")
             cases.append({"request": request, "output": output(answer)})
     return cases
 
@@ -336,6 +336,8 @@ def summary(options, reports, memory, slots, stops):
         ttft += report.get("ttft", [])
         itl += report.get("itl", [])
     figures = {"minutes": options.soak, "clients": options.clients, "seed": options.seed, **dict(sorted(counts.items())),
+               **{word: sum(f": {word}" in report.get("failure", "") for report in reports)
+                  for word in ("lost", "duplicated", "wrong")},
                "stopped clients": stops, "requests/s": round(counts["requests"] / (60 * options.soak), 1),
                "tokens/s": round(counts["tokens"] / (60 * options.soak), 1)}
     if ttft:
