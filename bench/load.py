@@ -141,7 +141,7 @@ def main():
     parser.add_argument("model", nargs="?", default="moe-32.bin", help="default: moe-32.bin")
     parser.add_argument("--seconds", type=float, default=20, metavar="N", help="of each load (default 20)")
     parser.add_argument("--rates", type=lambda text: [float(rate) for rate in text.split(",")], metavar="R,R,...",
-                        default=[2, 5, 10, 20, 30, 40, 50], help="offered loads, requests a second")
+                        default=[5, 10, 20, 40, 60, 80, 100], help="offered loads, requests a second")
     parser.add_argument("--png", metavar="FILE", help="the plot")
     parser.add_argument("--options", default="", metavar="TEXT", help="more options of the service")
     options = parser.parse_args()
