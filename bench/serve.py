@@ -51,9 +51,10 @@ class Client:
         for line in lines:
             if b'"token"' not in line:
                 final = json.loads(line)
-                self.tokens += final["completion_tokens"]
+                self.tokens += 0 if self.stream else final["completion_tokens"]
                 self.ttft.append(final["ttft_ms"])
                 return True
+            self.tokens += 1
             if self.last:
                 self.gaps.append(1e3 * (now - self.last))
             self.last = now
@@ -61,24 +62,22 @@ class Client:
 
 
 def load(path, num_clients, new_tokens, stream, seconds, every_second=lambda: None):
-    """Runs clients for so long; returns them and the seconds that it took."""
+    """Runs clients for so long, then leaves; returns them and the seconds that it took."""
     clients = [Client(path, number, new_tokens, stream) for number in range(num_clients)]
     selector = selectors.DefaultSelector()
     for client in clients:
         selector.register(client.socket, selectors.EVENT_READ, client)
         client.send()
     start = tick = time.perf_counter()
-    running = num_clients
-    while running:
+    while time.perf_counter() < start + seconds:
         for key, _ in selector.select(0.1):
             if key.data.receive():
-                if time.perf_counter() < start + seconds:
-                    key.data.send()
-                else:
-                    running -= 1
+                key.data.send()
         if time.perf_counter() > tick:
             every_second()
             tick += 1
+    for client in clients:
+        client.socket.close()
     return clients, time.perf_counter() - start
 
 

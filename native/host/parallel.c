@@ -3,8 +3,10 @@
  * Items are handed out one at a time, so threads of unequal speed finish together. What that cannot mend is a thread
  * whose core another process has taken: it holds its last item, or has not even begun, for as many milliseconds as the
  * scheduler gives to the other, and the whole job waits. A job whose first thread had to wait that long for the last
- * is taken as a sign of it: the calling thread then works alone for a while, tries again, and doubles the while as long
- * as the sign comes back. Who works alone competes with nobody: the scheduler has one core for each of the two.
+ * is taken as a sign of it, and so are jobs that took more time to wait than to work: a thread without a core comes only
+ * when the one that waits for it has stopped spinning. The calling thread then works alone for a while, tries again, and
+ * doubles the while as long as the sign comes back. Who works alone competes with nobody: the scheduler has one core for
+ * each of the two.
  *
  * Results do not depend on any of this. The memory of the sign belongs to the calling thread, so models that run in
  * several threads of one process do not disturb one another (beyond sharing the cores). */
@@ -16,6 +18,7 @@
 
 #define MIN_PARALLEL_COST 1e5 /* multiply-adds: some 5 us, a few times what it takes to wake the other threads */
 #define LONG_WAIT 3e-4        /* seconds: beyond the time to wake a thread, well below a scheduler's time slice */
+#define WATCHED 4e-3          /* seconds of jobs, after which waiting is compared with working */
 #define ALONE_MIN 0.02        /* seconds */
 #define ALONE_MAX 1.28
 
@@ -52,11 +55,19 @@ int host_check_threads(int num_threads) {
 static _Thread_local struct {
     double until; /* work alone to then */
     double length;
+    double waited, worked; /* since they were last compared */
 } alone;
 
 static void note_wait(double start, double first_done, long items, int threads) {
     double now = omp_get_wtime(), per_item = (first_done - start) * threads / items;
-    if (now - first_done < LONG_WAIT + 2 * per_item) return;
+    int is_long = now - first_done >= LONG_WAIT + 2 * per_item, is_vain = 0;
+    alone.waited += now - first_done;
+    alone.worked += first_done - start;
+    if (alone.waited + alone.worked > WATCHED) {
+        is_vain = alone.waited > alone.worked;
+        alone.waited = alone.worked = 0;
+    }
+    if (!is_long && !is_vain) return;
     int is_again = now - alone.until < alone.length;
     alone.length = !is_again ? ALONE_MIN : alone.length < ALONE_MAX ? 2 * alone.length : ALONE_MAX;
     alone.until = now + alone.length;
