@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import struct
 import subprocess
@@ -54,8 +55,8 @@ def write_shards(folder, num_layers):
         with open(folder / files[number], "wb") as file:
             text = json.dumps(header).encode()
             file.write(len(text).to_bytes(8, "little") + text)
-            for key, entry in enumerate(header.values()):
-                file.write(np.roll(noise, key)[:math.prod(entry["shape"])].tobytes())
+            file.writelines(np.roll(noise, key)[:math.prod(entry["shape"])].tobytes()
+                            for key, entry in enumerate(header.values()))
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {name: files[number] for name, number in home.items()}}))
 
@@ -82,8 +83,8 @@ def _int(value):
     return b"J" + struct.pack("<i", value)
 
 
-def measure(command):
-    """(seconds, peak anonymous KiB) of a process, sampled every 5 ms."""
+def measure(command, output):
+    """(seconds, peak anonymous KiB) of a process that makes `output`, sampled every 5 ms. The output is removed again."""
     os.sync()  # or each would pay for what the one before left unwritten
     started, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -93,7 +94,9 @@ def measure(command):
         time.sleep(0.005)
     if process.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}: exit {process.returncode}")
-    return time.perf_counter() - started, peak
+    seconds = time.perf_counter() - started
+    shutil.rmtree(output) if output.is_dir() else output.unlink()
+    return seconds, peak
 
 
 def main():
@@ -108,14 +111,13 @@ def main():
         (write_shards if options.sharded else write_pt)(checkpoint, math.ceil(options.gib * 2 ** 30 / LAYER_BYTES))
         files = checkpoint.iterdir() if options.sharded else [checkpoint]
         megabytes = sum(file.stat().st_size for file in files) / 1e6
-        convert = [sys.executable, "-m", "converter", checkpoint, output, "--force", "--k", "2", "--activation", "gelu",
-                   "--renormalize"]
+        convert = [sys.executable, "-m", "converter", checkpoint, output, "--k", "2", "--activation", "gelu", "--renormalize"]
         cp, synced, converter, peaks = [], [], [], []
         for _ in range(options.runs):
-            cp.append(measure(["cp", "-rT", checkpoint, copy])[0])
+            cp.append(measure(["cp", "-rT", checkpoint, copy], copy)[0])
             synced.append(measure(["sh", "-c", 'cp -rT "$0" "$1" && find "$1" -type f -exec sync {} +', checkpoint,
-                                   copy])[0])
-            seconds, peak = measure(convert)
+                                   copy], copy)[0])
+            seconds, peak = measure(convert, output)
             converter.append(seconds)
             peaks.append(peak)
         for name, other in (("cp", cp), ("cp and sync", synced)):

@@ -319,7 +319,7 @@ class Engine:
     def _fill(self, pending, is_sampled, every):
         """Fills the batch with as many tokens as fit, of no session more than its cache bears.
 
-        pending: [(session, tokens, sampler or None, row of the result for the first logits)]
+        pending: [(session, tokens, sampler or None, row of the result for its first logits)]
         Returns what is left of it, the number of tokens, the rows of the result that the logits are, and what it took.
         """
         left, taken, tokens, rows, logit_rows, drawn = [], [], [], [], [], []

@@ -107,7 +107,7 @@ def understand(options):
     if bare:
         family, sizes = sources.bare_family(tensors, options.checkpoint)
         fields = config.bare_fields(family, sizes, settings, flags, unknown)
-        found.warnings.extend(config.doubts(family, settings, flags, options.checkpoint))
+        found.warnings.extend(sources.doubts(family, settings, flags, options.checkpoint))
     else:
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)
@@ -210,7 +210,7 @@ def _report(plan, header, directory, dtype, ignored):
     lines += [f"  left out: {name}" for name in plan.input.left_out + ignored]
     widest = max(int(entry["shape"][entry["rank"] - 1]) for entry in directory if entry["rank"] > 1)
     peak = (INTERPRETER_BYTES + TENSOR_BYTES * len(plan.input.tensors)
-            + 6 * 8 * interleave.PANEL_ROWS * widest)  # blocks of 64 rows
+            + 2 * bin_writer.BATCH_BYTES + 6 * 8 * interleave.PANEL_ROWS * widest)  # blocks of 64 rows
     lines.append("model: " + ", ".join(f"{name}={np.array(header[name]).item()}" for name in (
         "num_layers", "num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size")))
     lines.append(f"would write: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {dtype}")

@@ -5,6 +5,7 @@ import fcntl
 import os
 import re
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from converter.mapped import check_sizes
 
 MAGIC = b"COLI"
 ALIGNMENT = headers.default().constants["DATA_ALIGNMENT"]
+BATCH_BYTES = 4 << 20
 BIN_HEADER, BIN_TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
 
 
@@ -54,8 +56,7 @@ def write(file, header, directory, contents, progress, tokenizer=b""):
     write_all(file, bytes(int(directory["offset"][0])))
     for entry in directory:
         crc32, left = 0, int(entry["bytes"])
-        for array in contents(entry["name"].decode()):
-            piece = memoryview(array).cast("B")
+        for piece in _ahead(contents(entry["name"].decode())):
             crc32, left = zlib.crc32(piece, crc32), left - len(piece)
             write_all(file, piece)
             progress(len(piece))
@@ -67,6 +68,25 @@ def write(file, header, directory, contents, progress, tokenizer=b""):
     header["header_crc32"] = zlib.crc32(header.tobytes() + directory.tobytes())
     file.seek(0)
     write_all(file, header.tobytes() + directory.tobytes())
+
+
+def _ahead(arrays):
+    """The arrays' bytes, some MiB of which another thread makes while those before them are written."""
+    arrays = iter(arrays)
+
+    def batch():
+        made, num_bytes = [], 0
+        for array in arrays:
+            made.append(memoryview(array).cast("B"))
+            num_bytes += len(made[-1])
+            if num_bytes >= BATCH_BYTES:
+                break
+        return made
+    with ThreadPoolExecutor(1) as other:
+        pending = other.submit(batch)
+        while made := pending.result():
+            pending = other.submit(batch)
+            yield from made
 
 
 @contextlib.contextmanager

@@ -325,15 +325,6 @@ def bare_fields(family, sizes, c, flags, unknown=None):
     return fields
 
 
-def doubts(family, c, flags, where):
-    """A line about routing that a family has in its models and that neither a config nor a flag tells."""
-    flags = missing_flags(c, flags, ["num_groups", "topk_groups", "routed_scaling"])
-    if len(flags) < 3 or not set(family.name.split("/")) <= {"deepseek_v2", "deepseek_v3", "glm4_moe"}:
-        return []
-    return [f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if it does "
-            f"otherwise, give {', '.join(flags)}"]
-
-
 def missing_flags(c, flags, fields):
     """The flags of those fields of ASKED that neither a config nor a flag tells."""
     return [ASKED[field][2] for field in fields if flags.get(field) is None and c.get(*ASKED[field][:2]) is None]

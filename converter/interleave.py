@@ -91,10 +91,13 @@ def converted(tensor, start, stop, dtype):
 
 
 def _finite(values, dtype):
-    """Whether no value is NaN or inf, that is, has all exponent bits set. Integer tests are the fast ones."""
-    bits, inf = {"f16": (np.uint16, 0x7C00), "bf16": (np.uint16, 0x7F80), "f32": (np.uint32, 0x7F800000),
-                 "f64": (np.uint64, 0x7FF0000000000000)}[dtype]
-    return int((values.view(bits) & bits(np.iinfo(bits).max >> 1)).max()) < inf
+    """Whether no value is NaN or inf, that is, has all exponent bits set. Two maxima of integers are the fast test: of
+    all bits, which negative ones win, and of signed ones."""
+    bits, signed, inf = {"f16": (np.uint16, np.int16, 0x7C00), "bf16": (np.uint16, np.int16, 0x7F80),
+                         "f32": (np.uint32, np.int32, 0x7F800000),
+                         "f64": (np.uint64, np.int64, 0x7FF0000000000000)}[dtype]
+    sign = np.iinfo(signed).max + 1
+    return int(values.view(bits).max()) < sign + inf and int(values.view(signed).max()) < inf
 
 
 def _widened(values, dtype):

@@ -51,6 +51,12 @@ MOE = [L + key for key in ("router", "router_bias", "router_logit_bias", "expert
                            "experts_down", "experts_down_bias", "mlp_up", "mlp_down", "shared_gate", "ffn_out_bias")]
 
 
+GROUPED = ("deepseek_v2", "deepseek_v3", "glm4_moe")  # families whose models have groups or scaling
+# A header field that a family's row settles -> the tensor that such a family brings along.
+BROUGHT = {"router_bias": "router_bias", "router_logit_bias": "router_logit_bias", "expert_bias": "experts_up_bias",
+           "ffn_out_bias": "ffn_out_bias", "shared_gate": "shared_gate"}
+
+
 def bare_family(tensors, where):
     """(Family, header fields of sizes) of MoE layers without attention and config: the family by its names, the sizes
     by its rows. Where names are those of several families, `routing` keeps what holds for all of them."""
@@ -60,7 +66,9 @@ def bare_family(tensors, where):
         present = {key: next((parts for parts in family.tensors[key] if any(part.template in templates
                                                                           for part in parts)), [])
                    for key in MOE if key in family.tensors}
-        if not all(present[L + key] for key in ("router", "experts_up", "experts_down")):
+        always = ["router", "experts_up", "experts_down"] + [key for field, key in BROUGHT.items()
+                                                             if family.routing.get(field)]
+        if not all(present.get(L + key) for key in always):
             continue
         there = {part.template for parts in present.values() for part in parts}
         fields = _sizes(family, present, tensors)
@@ -77,6 +85,20 @@ def bare_family(tensors, where):
     routing = {key: value for key, value in family.routing.items()
                if all(other.routing.get(key) == value for other, _ in same)}
     return family._replace(name="/".join(other.name for other, _ in same), routing=routing), fields
+
+
+def doubts(family, c, flags, where):
+    """Lines about bare layers: what is taken to be so, though some models of such names have it otherwise."""
+    rows, lines = [names.FAMILIES.get(name) for name in family.name.split("/")], []
+    asked = config.missing_flags(c, flags, ["num_groups", "topk_groups", "routed_scaling"])
+    if len(asked) == 3 and all(row and row.name in GROUPED for row in rows):
+        lines.append(f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if it "
+                     f"does otherwise, give {', '.join(asked)}")
+    kinds = {row.routing.get("router_kind", config.ROUTER_SOFTMAX) for row in rows if row}
+    if len(kinds) > 1:
+        lines.append(f"{where}: {family.name}: names of families that route differently: taken to route by softmax; "
+                     "if it does otherwise, convert it with its config.json")
+    return lines
 
 
 def _sizes(family, present, tensors):

@@ -65,8 +65,8 @@ def grouped_columns(t, h, e):  # [hidden, E * n] that stands for [E, hidden, n]
     if isinstance(t, Decoded) or t.strides != (t.shape[1], 1):
         raise ColibriError(f"{t.storage.where}: {t.name}: {t.dtype} with strides, expected one block of plain floats, "
                            "which is viewed as one matrix an expert; save it contiguous")
-    one = Tensor(t.name, t.dtype, (experts, t.shape[0], columns), (t.shape[0] * columns, columns, 1), t.storage, t.offset)
-    return [transposed(index(one, e))]
+    shape, strides = (experts, t.shape[0], columns), (t.shape[0] * columns, columns, 1)
+    return [transposed(index(Tensor(t.name, t.dtype, shape, strides, t.storage, t.offset), e))]
 
 
 def grouped_gate(t, h, e):

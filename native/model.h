@@ -26,8 +26,8 @@ typedef struct Weights {
 
 /* One forward call's input and output, filled in and read by Python. For CUDA it lies in page-locked mapped memory,
  * at the same address on both sides. Token t belongs to KV slot slots[t] and stands at positions[t] there; the
- * tokens of one slot come in the order of their positions, at most max_piece of CACHE_VALUES in a step. logit_rows names the tokens whose logits are wanted;
- * sampled[i], sampler fields and logits row i belong to logit_rows[i]. */
+ * tokens of one slot come in the order of their positions, at most max_piece of CACHE_VALUES in a step. logit_rows
+ * names the tokens whose logits are wanted; sampled[i], sampler fields and logits row i belong to logit_rows[i]. */
 typedef struct Batch {
     const float *input;                 /* (num_tokens, HIDDEN) of a bare stack, where its step can read them */
     int32_t num_tokens;
@@ -113,7 +113,9 @@ typedef struct Model {
 #endif
 
 /* Whether a layer is in window_layers or dense_layers, which have the first 128. */
-static inline int layer_bit(const uint32_t *mask, int layer) { return layer < 128 && mask[layer / 32] >> layer % 32 & 1; }
+static inline int layer_bit(const uint32_t *mask, int layer) {
+    return layer < 128 && mask[layer / 32] >> layer % 32 & 1;
+}
 
 typedef struct CacheSizes {
     int64_t ring;

@@ -253,6 +253,18 @@ def test_groups_and_scaling_of_bare_layers(capsys, tmp_path):
     assert f"num_groups=5, expected a divisor of num_experts={experts}" in refusal(capsys, path, tmp_path / "b.bin")
 
 
+def test_bare_names_of_families_that_route_differently(capsys, tmp_path):
+    """Mixtral's names on disk are phimoe's too; phimoe's fused names could be gpt_oss's, which has biases, though."""
+    generator, shape = np.random.default_rng(0), {"experts.gate_up_proj": (3, 12, 10), "experts.down_proj": (3, 10, 6)}
+    convert(DATA / "pt" / "fam_mixtral_disk.pt", tmp_path / "a.bin", *CHOICES[:2], "--renormalize")
+    assert "mixtral/phimoe: names of families that route differently: taken to route by softmax" in capsys.readouterr().err
+    arrays = {f"model.layers.0.mlp.{name}": generator.standard_normal(size).astype(np.float32)
+              for name, size in {"router.weight": (3, 10), **shape}.items()}
+    header, got = convert(write_pt(tmp_path / "b.pt", arrays), tmp_path / "b.bin")
+    assert header["router_kind"] == 3 and not capsys.readouterr().err
+    np.testing.assert_array_equal(got["layers.0.experts_up"], arrays["model.layers.0.mlp.experts.gate_up_proj"])
+
+
 def test_megatron_correction_means_sigmoid_scores(tmp_path):
     arrays, _ = stack_arrays("decoder.layers.{n}.mlp.router.weight", MEGATRON + "linear_fc1.weight{e}",
                              MEGATRON + "linear_fc2.weight{e}")
