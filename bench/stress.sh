@@ -2,14 +2,17 @@
 # Ten runs of random batch size (1-32) and sequence length (128-512), 500 repeats each:
 #     bench/stress.sh [REPEAT]          MODEL=model.bin SEED=7 RUNS=3 bench/stress.sh 20
 # Prints a line a run: P50, P99 and max latency of a token, resident memory and how much it grew within the run.
+#     bench/stress.sh --soak MINUTES [--clients N] [--json]
+# instead keeps the service under random load for so long: see bench/soak.py.
 # Exits with 1 if a run fails, if memory grows within a run, or if it grows in every run over the one before.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-REPEAT=${1:-${REPEAT:-500}}
 SEED=${SEED:-1}
-RUNS=${RUNS:-10}
 MODEL=${MODEL:-moe-32.bin}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+case ${1:-} in --*) exec "$PYTHON" -m bench.soak --model "$MODEL" --seed "$SEED" "$@" ;; esac
+REPEAT=${1:-${REPEAT:-500}}
+RUNS=${RUNS:-10}
 GROWTH_MIB=4 # within a run: the allocator's slack
 
 [ "$MODEL" != moe-32.bin ] || [ -f "$MODEL" ] || "$PYTHON" -m converter models/moe-32.pt "$MODEL" || exit 1

@@ -4,6 +4,7 @@ The data's own checksums are not verified here: that would read the whole file, 
 the pages that its first tokens touch. The converter computes them; header and directory are verified always.
 """
 
+import errno
 import itertools
 import math
 import mmap
@@ -88,6 +89,8 @@ class Checkpoint:
         """The directory as a structured array (num_tensors,), after its bounds and the checksum."""
         struct = self._headers.structs["BinTensor"]
         offset, count = self.header["directory_offset"], self.header["num_tensors"]
+        most = self._constants["MAX_TENSORS"]
+        self.expect(count <= most, "num_tensors", count, f"at most {most}")
         end = offset + count * struct.itemsize
         self.expect(offset >= len(self.header_bytes) and end <= len(self.data), "directory", f"bytes {offset} to {end}",
                     f"inside the file's bytes {len(self.header_bytes)} to {len(self.data)}")
@@ -261,5 +264,8 @@ def _map(path):
         raise ColibriError(f"{path}: not found, expected a model file; make one with "
                            f"python -m converter checkpoint.pt {path}") from None
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) == errno.ENOMEM:
+            raise ColibriError(f"{path}: {error.strerror}, expected room for a mapping of {size} bytes; raise the limit "
+                               "of the process's memory (ulimit -v)") from None
         reason = getattr(error, "strerror", None) or error
         raise ColibriError(f"{path}: {reason}, expected a readable model file; check its permissions") from None

@@ -83,10 +83,12 @@ class Engine:
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""
         library, memory, structs = self.library, self.memory, self.library.headers.structs
+        library.watch(self.checkpoint.path, self.checkpoint.data)
         header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
         header["num_layers"] = self.num_layers
         self._buffers = {buffer.name: buffer for buffer in library.headers.state_buffers(header[0], self.num_slots)}
-        self.max_piece = library.headers.cache_values(header[0])["max_piece"]
+        sizes = library.headers.cache_values(header[0])
+        self.max_piece, self._is_limited = sizes["max_piece"], sizes["is_limited"]
         state_bytes = library.state_bytes(memory.code, header.ctypes.data, self.num_slots)
         cache_bytes = sum(buffer.rows * buffer.columns * buffer.dtype.itemsize for name, buffer in self._buffers.items()
                           if name.endswith("_cache"))
@@ -129,6 +131,7 @@ class Engine:
         samplers: None, or for each session a Sampler, or None where its next token is not wanted
         every:    logits after every token, not only after each session's last
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
+        A session that a step fails for is as it was; of a model with windows, if its tokens were at most max_piece.
         """
         with self._open():
             work = self._check_work(work)
@@ -140,10 +143,21 @@ class Engine:
             return self._step(work, samplers, False)
 
     def _step(self, work, samplers, every):
-        pending, num_rows, is_sampled = [], 0, samplers is not None
+        before = [session.length for session, _ in work]
+        try:
+            return self._run_all(work, samplers, every)
+        except BaseException:
+            for (session, tokens), length in zip(work, before):
+                if len(tokens) <= self.max_piece or not self._is_limited:  # else a ring has lost what is before them
+                    session.length = length
+            raise
+
+    def _run_all(self, work, samplers, every):
+        pending, num_rows = [], 0
         for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
             pending.append((session, tokens, sampler, num_rows))
             num_rows += len(tokens) if every else 1
+        is_sampled = samplers is not None
         results = ([None] * num_rows if is_sampled else
                    np.empty((num_rows, self.checkpoint.header["vocab_size"]), np.float32))
         while pending:
@@ -308,26 +322,25 @@ class Engine:
         pending: [(session, tokens, sampler or None, row of the result for its first logits)]
         Returns what is left of it, the number of tokens, the rows of the result that the logits are, and what it took.
         """
-        left, taken, tokens, places, rows, drawn = [], [], [], [], [], []
+        left, taken, tokens, rows, logit_rows, drawn = [], [], [], [], [], []
         num_tokens = 0
         for session, rest, sampler, row in pending:
             count = min(len(rest), self.max_piece, self.max_tokens - num_tokens)
-            if count:
-                tokens.append(rest[:count])
-                num_tokens += count
-                taken.append((session, count))
-            if every:
-                places += range(num_tokens - count, num_tokens)
-                rows += range(row, row + count)
-            elif count == len(rest) and (sampler or not is_sampled):
-                places.append(num_tokens - 1)
-                rows.append(row)
-                drawn.append((sampler, session.length + count))
+            wanted = 0 if is_sampled and sampler is None else count if every else int(count == len(rest))
             if count < len(rest):
-                left.append((session, rest[count:], sampler, row + count if every else row))
+                left.append((session, rest[count:], sampler, row + wanted))
+            if count == 0:
+                continue
+            tokens.append(rest[:count])
+            num_tokens += count
+            taken.append((session, count))
+            for i in range(wanted):
+                logit_rows.append(num_tokens - wanted + i)
+                drawn.append((sampler, session.length + count - wanted + i + 1))
+                rows.append(row + i)
         self._set_tokens(taken, tokens, num_tokens)
         fields = self._fields
-        fields["logit_rows"][:len(places)] = places
+        fields["logit_rows"][:len(rows)] = logit_rows
         fields["num_tokens"][0], fields["num_logits"][0], fields["sample"][0] = num_tokens, len(rows), is_sampled
         if is_sampled:
             self._set_samplers(drawn)
@@ -481,7 +494,7 @@ def check_threads(threads):
 
 
 def _check_samplers(samplers, count):
-    """The samplers as a list, with None for None."""
+    """The samplers as a list, or None for None."""
     if samplers is None:
         return None
     samplers = [sampler and check_sampler(sampler) for sampler in samplers]

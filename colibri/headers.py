@@ -63,11 +63,12 @@ class Headers:
         """The tensors of a model, in the file's order, as [Tensor]. header: a mapping with BinHeader's fields."""
         fields = {name: int(header[name]) for name in self.structs["BinHeader"].names
                   if self.structs["BinHeader"][name] == np.dtype("<u4")}
-        tensors = [_tensor(row, "", fields) for row in self.tables["MODEL_TENSORS"]]
-        kinds = [self.layer_scope(fields, dense) for dense in (0, 1)]
+        tensors = [_tensor(row, fields) for row in self.tables["MODEL_TENSORS"]]
+        scopes = [self.layer_scope(fields, dense) for dense in (0, 1)]
+        kinds = [[_tensor(row, scope) for row in self.tables["LAYER_TENSORS"]] for scope in scopes]
         for layer in range(fields["num_layers"]):
             dense = in_mask(header["dense_layers"], layer)
-            tensors += [_tensor(row, f"layers.{layer}.", kinds[dense]) for row in self.tables["LAYER_TENSORS"]]
+            tensors += [tensor._replace(name=f"layers.{layer}.{tensor.name}") for tensor in kinds[dense] if tensor]
         return [tensor for tensor in tensors if tensor]
 
     def layer_scope(self, fields, dense):
@@ -186,12 +187,12 @@ def _columns(row):
     return [column.strip() for column in row.split(",")]
 
 
-def _tensor(row, prefix, fields):
+def _tensor(row, fields):
     name, kind, *shape = _columns(row)
     experts, rows, columns = (evaluate(expression, fields) for expression in shape)
     if rows == 0 or (columns == 0 and shape[2] != "0") or (experts == 0 and shape[0] != "0"):
         return None
-    return Tensor(prefix + name, kind, tuple(size for size in (experts, rows, columns) if size))
+    return Tensor(name, kind, tuple(size for size in (experts, rows, columns) if size))
 
 
 def _function(kind, arguments):

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import weakref
 
 import numpy as np
 
@@ -46,6 +47,14 @@ class Library:
         self.config(config.ctypes.data)
         self.baked = {name: config[name].item() for name in config.dtype.names}
         self.headers = headers.Headers(self.baked)
+
+    def watch(self, path, array):
+        """Gives words to a fault in a mapped file, for as long as the array over its mapping lives."""
+        line = (f"{path}: a part of it can no longer be read, expected its {array.nbytes} bytes to stay while it is in "
+                "use; it was cut off, or its disk fails: write a new file beside it and rename that over it\n")
+        address = array.ctypes.data
+        self.guard(address, array.nbytes, os.fsencode(line))
+        weakref.finalize(array, self.unguard, address)
 
     def _check(self, result, function, arguments):
         good = result == 0 if function.restype is ctypes.c_int else bool(result)

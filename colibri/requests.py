@@ -13,6 +13,7 @@ from colibri.report import percentile
 from colibri.text import Pieces, codec
 
 MAX_ID = 128           # characters; a number as an id has 64 bits
+MAX_NAME = 1000        # characters of a file's name
 MAX_NEW_TOKENS = 64    # unless a request says how many
 MAX_DEADLINE_MS = 1 << 40
 MIN_LINE_BYTES = 1 << 16
@@ -184,8 +185,9 @@ class Reader:
             if name in values:
                 raise Refused(f"{name}: given, expected only with prompt or prompt_ids; leave it out")
         for name in ("input", "output"):
-            if not isinstance(values.get(name), str) or not values[name] or "\0" in values[name]:
-                got = _shown(values[name]) if name in values else "missing"
+            value = values.get(name)
+            if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME or not value.isprintable():
+                got = _shown(value) if name in values else "missing"
                 raise Refused(f"{name}: {got}, expected the name of an .npy file")
         if os.path.realpath(values["input"]) == os.path.realpath(values["output"]):
             raise Refused(f"output: {values['output']}, expected another file than input; choose another name")

@@ -4,8 +4,19 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__":  # Ctrl-C during the imports: command() takes over
+
+def _give_up(_, error, __):
+    """A line for what goes wrong during the imports, such as a memory limit that leaves no room for them."""
+    cause = str(error).strip().rpartition("\n")[2] or type(error).__name__
+    os.write(2, f"python -m colibri.run: imports: {cause}, expected memory and the packages of setup.cfg; raise the limit, "
+                "or install again\n".encode())
+    os._exit(2)
+
+
+if __name__ == "__main__":  # during the imports: command() takes over
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+    sys.excepthook = _give_up
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have no work here, and take memory
 
 import argparse
 import json
@@ -343,6 +354,7 @@ def _progress(count):
 
 
 def run_stack(engine, options, meter, x):
+    engine.library.watch(options.input, x)
     try:
         y = np.empty(x.shape, np.float32)
     except MemoryError:
@@ -374,6 +386,7 @@ def command():
     """main() as a program: one line and status 2 for a mistake, 130 for Ctrl-C, 143 for SIGTERM, quiet when the reader
     goes away."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.excepthook = sys.__excepthook__
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, _terminate)

@@ -13,6 +13,7 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 from converter.interleave import NUMPY_DTYPES
+from converter.mapped import check_sizes
 
 MAGIC = b"COLI"
 ALIGNMENT = headers.default().constants["DATA_ALIGNMENT"]
@@ -106,6 +107,7 @@ def replacing(path, num_bytes, force):
         with open(temporary, "xb", buffering=0) as file:
             _lock(file)
             yield file
+            check_sizes()
             os.fsync(file.fileno())
             os.replace(temporary, path)
         folder = os.open(directory, os.O_RDONLY)

@@ -1,7 +1,6 @@
 """Reads a PyTorch checkpoint without PyTorch: lazy tensors over the mapped file, nothing executed or copied."""
 
 import mmap
-import os
 import struct
 import tempfile
 import zlib
@@ -9,6 +8,7 @@ import zlib
 import numpy as np
 
 from colibri.errors import ColibriError
+from converter.mapped import check_size, map_file
 from converter.pickle_reader import PickleReader, Rebuilt, StorageRef
 from converter.zip_reader import DEFLATED, read_directory, shown
 
@@ -95,13 +95,6 @@ class DeflatedStorage(Storage):
                                f"bytes inflated from {self.where}; set TMPDIR to a directory with space") from None
 
 
-def check_size(mapping, where):
-    """Refuses a file that was cut off after it was mapped: to touch what is gone would end the process."""
-    if isinstance(mapping, mmap.mmap) and mapping.size() < len(mapping):
-        raise ColibriError(f"{where}: the file shrank to {mapping.size()} bytes while it was read, expected "
-                           f"{len(mapping)}; convert again when nothing writes to it")
-
-
 def inflate(data, record, where):
     """Yields a deflated record's bytes in pieces, never more than the directory states."""
     engine, left = zlib.decompressobj(-15), record.bytes
@@ -160,21 +153,6 @@ class Tensor:
         stop = start + item + item * sum((size - 1) * stride for size, stride in zip(shape, self.strides))
         buffer, offset = self.storage.bytes_at(start, stop)
         return np.ndarray(shape, self.numpy_dtype, buffer, offset, [stride * item for stride in self.strides])
-
-
-def map_file(path):
-    """The file as a read-only mmap."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ColibriError(f"{path}: {'a directory' if os.path.isdir(path) else 'not a regular file'}, expected a "
-                           "checkpoint file; name the file itself")
-    try:
-        with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise ColibriError(f"{path}: 0 bytes, expected a PyTorch checkpoint; download or save it again")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise ColibriError(f"{path}: {getattr(error, 'strerror', None) or error}, expected a readable checkpoint file; "
-                           "check the path") from None
 
 
 def read_checkpoint(path):

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from colibri.errors import ColibriError
-from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor, map_file
+from converter.mapped import map_file
+from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor
 from converter.values import once
 
 MAX_HEADER_BYTES = 100 << 20

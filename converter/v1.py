@@ -11,7 +11,8 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from converter import bin_writer, interleave, sources
-from converter.pt_reader import Storage, Tensor, map_file
+from converter.mapped import map_file
+from converter.pt_reader import Storage, Tensor
 
 HEADER = struct.Struct("<4s3I")
 NAME = "transformer.h.0.mlp."

@@ -32,6 +32,10 @@ int colibri_forward_stack(void *model, int num_tokens);
 int colibri_run_op(void *model, const char *op, int num_rows, int layer);
 /* Turns a fault that the step left in the batch into an error. Call it when the step has completed. */
 int colibri_check(const void *model);
+/* From now on, a fault in that mapping of a file (cut off by another, or on a disk that fails) writes the line and exits with 2. */
+int colibri_guard(const void *data, int64_t bytes, const char *line);
+/* Ends one colibri_guard of that mapping. */
+int colibri_unguard(const void *data);
 /* Reads `bytes` at `data` with all threads, as fast as the machine can: the ceiling that decode is measured against. */
 double colibri_read_sum(const void *data, int64_t bytes, int num_threads);
 /* Fused multiply-adds a second over all threads, measured for about `seconds`. */

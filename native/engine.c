@@ -71,7 +71,7 @@ int colibri_bind(void *model, int backend, const void *header, const void *weigh
     m->num_slots = num_slots;
     m->num_threads = num_threads;
     lay_out(&m->state, (uintptr_t)state, m->ops, &m->header, num_slots);
-    return 0;
+    return backend == COLIBRI_HOST ? host_check_threads(num_threads) : 0;
 }
 
 int colibri_check(const void *model) {

@@ -14,6 +14,7 @@
 #define PANEL_ROWS 64 /* rows of one panel; the header's interleave_rows */
 #define GATE_GROUP 8  /* gated experts: 8 gate rows, 8 up rows, 8 gate rows, ... */
 #define MAX_RANK 3
+#define MAX_TENSORS 65536 /* so that a damaged count does not keep a reader busy */
 
 /* weight_dtype, BinTensor.dtype */
 #define DTYPE_F32 0

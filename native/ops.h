@@ -46,6 +46,9 @@ typedef struct Ops {
 } Ops;
 
 extern const Ops host_ops;
+/* That the process may have so many threads for them, each with its stack. */
+int host_check_threads(int num_threads);
+
 #if CUDA_ARCH
 #ifdef __cplusplus
 extern "C"

@@ -11,6 +11,8 @@
  * Results do not depend on any of this. The memory of the sign belongs to the calling thread, so models that run in
  * several threads of one process do not disturb one another (beyond sharing the cores). */
 #include <omp.h>
+#include <pthread.h>
+#include <string.h>
 
 #include "host.h"
 
@@ -19,6 +21,36 @@
 #define WATCHED 4e-3          /* seconds of jobs, after which waiting is compared with working */
 #define ALONE_MIN 0.02        /* seconds */
 #define ALONE_MAX 1.28
+
+#define MAX_THREADS 256
+
+static void *wait_for(void *gate) {
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+/* Starts so many threads at once, and ends them. OpenMP ends the process where it cannot start one: this tells before. */
+static int try_threads(int count) {
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    pthread_t others[MAX_THREADS];
+    int started = 0, error = 0;
+    pthread_mutex_lock(&gate); /* until all are there at once */
+    while (started < count && started < MAX_THREADS) {
+        if ((error = pthread_create(&others[started], NULL, wait_for, &gate))) break;
+        started++;
+    }
+    pthread_mutex_unlock(&gate);
+    for (int i = 0; i < started; i++) pthread_join(others[i], NULL);
+    return error;
+}
+
+int host_check_threads(int num_threads) {
+    int error = try_threads(num_threads - 1);
+    if (!error) return 0;
+    return fail("threads: %d cannot be started (%s), expected memory for a stack each; lower --threads, or raise the "
+                "limits of the process (ulimit -v, -u)", num_threads, strerror(error));
+}
 
 static _Thread_local struct {
     double until; /* work alone to then */
@@ -42,8 +74,13 @@ static void note_wait(double start, double first_done, long items, int threads) 
 }
 
 void parallel_for(int num_threads, long items, double cost, void (*run)(const void *job, long item), const void *job) {
+    static _Thread_local int most = 1; /* threads that this one has worked with */
     int threads = cost < MIN_PARALLEL_COST ? 1 : num_threads < items ? num_threads : (int)items;
     double start = threads > 1 ? omp_get_wtime() : 0, first_done = 0;
+    if (threads > most && start >= alone.until) {
+        if (try_threads(threads - 1)) threads = 1; /* no memory for another stack at the moment: later perhaps */
+        else most = threads;
+    }
     if (threads <= 1 || start < alone.until) {
         for (long item = 0; item < items; item++) run(job, item);
         return;

@@ -1,0 +1,96 @@
+"""A short soak and a short load, and that the soak notices what it is there for."""
+
+import csv
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from conftest import ROOT, program
+
+from bench import soak
+
+
+def test_some_seconds(moe_32):
+    """Too short for what memory is promised; the rest holds."""
+    run = subprocess.run([ROOT / "bench" / "stress.sh", "--soak", "0.1", "--clients", "4", "--model", moe_32, "--json"],
+                         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    figures = json.loads(run.stdout)
+    assert [failure for failure in figures["failures"] if not failure.startswith("memory: ")] == []
+    assert figures["length"] > 20 and figures["HTTP requests"] and figures["bad lines"] and figures["leaves"] and figures["stopped clients"]
+    assert figures["free slots"] == "16 of 16"
+
+
+def test_load(moe_32, tmp_path):
+    plot = ["--png", tmp_path / "load.png"] if importlib.util.find_spec("matplotlib") else []
+    run = program("bench.load", moe_32, "--rates", "5,10", "--seconds", "1", *plot)
+    assert run.returncode == 0, run.stderr
+    rows = list(csv.DictReader(run.stdout.decode().splitlines()))
+    assert [row["offered_rps"] for row in rows] == ["5", "10"]
+    for row in rows:
+        assert row["refused"] == "0" and 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
+        assert 0 <= float(row["itl_p50_ms"]) <= float(row["itl_p99_ms"])
+    assert not plot or (tmp_path / "load.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """A client that waits for request 1, and raises what it would report."""
+    def fail(self, reason):
+        raise AssertionError(reason)
+    monkeypatch.setattr(soak.Client, "fail", fail)
+    client = soak.Client(None, None, "model.bin", [{"request": {}, "output": [5, 6, 7]}], 0)
+    client.pending[1] = {"case": 0, "stream": True, "seen": [], "deadline": False, "cancelled": False, "cancel_after": None}
+    client.connection = Answers()
+    return client
+
+
+class Answers(list):
+    def receive(self):
+        return self.pop(0) if self else None
+
+
+def final(**changes):
+    return {"id": 1, "ids": [5, 6, 7], "finish_reason": "length", "prompt_tokens": 1, "completion_tokens": 3, "ttft_ms": 1.0,
+            "itl_p50_ms": 1.0, "itl_p99_ms": 1.0, **changes}
+
+
+TOKENS = [{"id": 1, "token": token} for token in (5, 6, 7)]
+
+
+@pytest.mark.parametrize("answers, failure", [
+    ([*TOKENS, final()], None),
+    ([*TOKENS, final(), final()], "duplicated"),
+    ([*TOKENS, final(ids=[5, 6, 8])], "wrong: case 0 gives '[5, 6, 8]', expected '[5, 6, 7]'"),
+    ([*TOKENS[:2], final()], "events: '[5, 6]' add up to another text"),
+    ([*TOKENS[:2], final(ids=[5, 6], finish_reason="cancelled")], "ended as cancelled without a cause"),
+    ([final(id=2)], "duplicated, or of another"),
+    ([{"id": None, "error": {"code": "bad_request", "message": ""}}], "error that nothing asked for"),
+    ([{"id": 1, "error": {"code": "internal", "message": ""}}], "error: "),
+    (TOKENS, "connection: closed by the service"),
+])
+def test_what_a_client_notices(client, answers, failure):
+    client.connection += answers
+    if failure is None:
+        while client.pending:
+            client.read_line()
+        assert client.counts == Counter(length=1, tokens=3)
+        return
+    with pytest.raises(AssertionError) as noticed:
+        while client.pending or client.connection:
+            client.read_line()
+    assert failure in str(noticed.value)
+
+
+def test_what_the_end_notices():
+    flat = {"resident": {"warm_mib": 100.0, "end_mib": 101.0, "growth": 0.01}}
+    grown = {"resident": {"warm_mib": 100.0, "end_mib": 103.0, "growth": 0.03}}
+    log = ["2026-01-01T00:00:00Z request id=1 finish=length\n"]
+    assert soak.check([{}], flat, (4, 4), 0, log) == []
+    assert soak.check([{"failure": "x"}], flat, (4, 4), 0, log) == ["x"]
+    assert soak.check([{}], grown, (4, 4), 0, log) == ["memory: resident grew from 100.0 to 103.0 MiB, expected at most 2%"]
+    assert soak.check([{}], flat, (3, 4), 0, log) == ["slots: 3 free at the end, expected all 4"]
+    assert soak.check([{}], flat, (4, 4), 1, log) == ["service: ended with 1, expected 0"]
+    assert "is no line of one request" in soak.check([{}], flat, (4, 4), 0, [log[0][:-1] + log[0][5:]])[0]
