@@ -100,7 +100,8 @@ class Server:
         extra = ["--prefill-chunk", str(chunk)] if chunk else []
         self._process = subprocess.Popen([sys.executable, *self.command[1:], "--serve", f"unix:{self.path}", *extra],
                                          stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr.readline().startswith("serving "), "the server did not start"
+        said = next((line for line in self._process.stderr if line.startswith("serving ")), None)  # after what make says
+        assert said, "the server did not start"
         self._drain = subprocess.Popen(["cat"], stdin=self._process.stderr, stdout=subprocess.DEVNULL)
         load(self.path, 2, 20, False, 0.2)
 

@@ -142,6 +142,11 @@ class Engine:
         with self._open():
             return self._step(work, samplers, False)
 
+    def spare(self, processors):
+        """From the next step on, the host's threads leave so many processors to others. Results do not depend on it."""
+        with self._open():
+            self._model["num_threads"] = max(1, self.threads - processors)
+
     def _step(self, work, samplers, every):
         before = [session.length for session, _ in work]
         try:

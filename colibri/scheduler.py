@@ -13,7 +13,7 @@ from colibri.errors import ColibriError
 from colibri.requests import Refused, Request
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
-PREFILL_CHUNK = {"host": 8, "cuda": 256}  # tokens, by backend: the host's takes as long as a step of 8 requests
+PREFILL_CHUNK = {"host": 4, "cuda": 256}  # tokens, by backend: the host's takes half as long as a step of 8 requests
 
 
 class Scheduler:
@@ -38,7 +38,7 @@ class Scheduler:
         self._prefilling, self._running = [], []
         self._deadlines, self._ties = [], itertools.count()
         self._token_seconds = 0  # of prefill, the best so far: what a deadline must leave at least
-        self._stopping = self._cancelling = False
+        self._stopping = self._cancelling = self._is_streaming = False
         self._thread = threading.Thread(target=self._main, name="scheduler", daemon=True)
 
     def start(self):
@@ -120,6 +120,7 @@ class Scheduler:
             idle = False
         self._sweep()
         self._admit()
+        self._spare()
         for start in range(0, len(self._running), STEP_TOKENS):
             self._decode(self._running[start:start + STEP_TOKENS])
         if self._running:
@@ -127,6 +128,13 @@ class Scheduler:
         if self._prefilling:
             self._prefill()
         self._tell()
+
+    def _spare(self):
+        """Leaves a processor to those who pass tokens on: what they take from a step's threads all of them wait for."""
+        is_streaming = any(request.stream for request in self._running)
+        if is_streaming != self._is_streaming:
+            self._is_streaming = is_streaming
+            self.engine.spare(int(is_streaming))
 
     def _receive(self, item):
         if callable(item):
@@ -204,11 +212,13 @@ class Scheduler:
     def _chunk(self):
         """Tokens of a prompt in this turn. The bits do not depend on it: beyond STEP_TOKENS it is the same each time.
 
-        As many tokens as there are requests that decode take about as long as their step.
+        As many tokens as there are requests that decode take about as long as their step; half as long where somebody
+        sees it.
         """
         if self.prefill_chunk > STEP_TOKENS:
             return self.prefill_chunk
-        wanted = max(self.prefill_chunk, len(self._running)) if self._running else STEP_TOKENS
+        fair = len(self._running) // 2 if self._is_streaming else len(self._running)
+        wanted = max(self.prefill_chunk, fair) if self._running else STEP_TOKENS
         return min(wanted, STEP_TOKENS, self.engine.max_piece)
 
     def _prefill(self):

@@ -141,6 +141,34 @@ def test_chunks_alone_and_in_company(small, scheduler, chunk, sizes):
     finish(scheduler, *others)
 
 
+def test_streaming_leaves_a_processor_free_and_takes_smaller_chunks(moe_32, monkeypatch):
+    """Whoever passes tokens on needs a processor, and sees how long a step takes."""
+    with Engine(moe_32, backend="host", num_slots=8, threads=2) as engine:
+        scheduler = make(engine, monkeypatch, queue_size=8)
+        scheduler.prefill_chunk = 1
+        plain = [request(bytes([65 + index]), 200) for index in range(4)]
+        streamed, first, second = request(b"It was", 30, stream=True), request(b"x" * 20, 1), request(b"y" * 20, 1)
+
+        def after_a_turn():
+            turn(scheduler)
+            return int(engine._model["num_threads"][0]), scheduler.calls[-1][0][1]
+        for item in plain:
+            scheduler.submit(item)
+        turn(scheduler, 4)
+        scheduler.submit(first)
+        assert after_a_turn() == (2, 4)
+        finish(scheduler, first)
+        scheduler.submit(streamed)
+        turn(scheduler, 3)
+        scheduler.submit(second)
+        assert after_a_turn() == (1, 2)
+        finish(scheduler, second, streamed)
+        turn(scheduler)
+        assert after_a_turn() == (2, 1)
+        finish(scheduler, *plain)
+        assert streamed.tokens == alone(engine, streamed)
+
+
 def test_first_come_first_served(scheduler):
     requests = [request(bytes([65 + index]) * 3, 5 + index % 2) for index in range(7)]
     for item in requests:

@@ -17,7 +17,7 @@
 #include "host.h"
 
 #define MIN_PARALLEL_COST 1e5 /* multiply-adds: some 5 us, a few times what it takes to wake the other threads */
-#define LONG_WAIT 3e-4        /* seconds: beyond the time to wake a thread, well below a scheduler's time slice */
+#define LONG_WAIT 1e-3        /* seconds: beyond another thread's brief errand, below a scheduler's time slice */
 #define WATCHED 4e-3          /* seconds of jobs, after which waiting is compared with working */
 #define ALONE_MIN 0.02        /* seconds */
 #define ALONE_MAX 1.28
