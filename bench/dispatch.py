@@ -20,6 +20,7 @@ from pathlib import Path
 
 from colibri import device
 from colibri.engine import DISPATCH, Engine, Sampler
+from colibri.errors import ColibriError
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYER_OPS = ("norm", "qkv", "rope", "attention", "attention_out", "norm", "router", "experts_up", "experts_down", "combine")
@@ -161,4 +162,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ColibriError as error:
+        sys.exit(str(error))

@@ -11,6 +11,7 @@ matplotlib, the extra `plot`.
 import argparse
 import asyncio
 import csv
+import importlib.util
 import json
 import shlex
 import sys
@@ -145,6 +146,8 @@ def main():
     parser.add_argument("--png", metavar="FILE", help="the plot")
     parser.add_argument("--options", default="", metavar="TEXT", help="more options of the service")
     options = parser.parse_args()
+    if options.png and not importlib.util.find_spec("matplotlib"):
+        parser.error("--png: matplotlib is not installed, expected it for a plot; run pip install matplotlib")
     rows = []
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -86,7 +86,7 @@ def figures(clients, seconds):
     ttft = [value for client in clients for value in client.ttft]
     row = {"clients": len(clients), "tokens_per_s": sum(client.tokens for client in clients) / seconds,
            "requests": sum(client.requests for client in clients),
-           "ttft_p50_ms": percentile(ttft, 50), "ttft_p99_ms": percentile(ttft, 99)}
+           **{f"ttft_p{part}_ms": percentile(ttft, part) if ttft else None for part in (50, 99)}}
     for name, percent in (("p50", 50), ("p99", 99), ("p999", 99.9), ("max", 100)):
         row[f"itl_{name}_ms"] = percentile(gaps, percent) if gaps else None
     return row

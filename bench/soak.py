@@ -355,8 +355,9 @@ def summary(options, reports, memory, slots, stops):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__.split("\n")[0])
-    parser.add_argument("--soak", type=float, default=20, metavar="MINUTES")
-    parser.add_argument("--clients", type=int, default=16, metavar="N")
+    parser.add_argument("--soak", type=float, default=20, metavar="MINUTES",
+                        help="how long (default 20); in less than 3 what the allocator keeps can look like growth")
+    parser.add_argument("--clients", type=int, default=16, metavar="N", help="at once (default 16)")
     parser.add_argument("--model", default="moe-32.bin")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="the figures as JSON")

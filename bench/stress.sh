@@ -13,6 +13,7 @@ PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 case ${1:-} in --*) exec "$PYTHON" -m bench.soak --model "$MODEL" --seed "$SEED" "$@" ;; esac
 REPEAT=${1:-${REPEAT:-500}}
 RUNS=${RUNS:-10}
+[[ $REPEAT =~ ^[1-9][0-9]*$ ]] || { echo "REPEAT: $REPEAT, expected 1 or more, or --soak MINUTES" >&2; exit 2; }
 GROWTH_MIB=4 # within a run: the allocator's slack
 
 [ "$MODEL" != moe-32.bin ] || [ -f "$MODEL" ] || "$PYTHON" -m converter models/moe-32.pt "$MODEL" || exit 1

@@ -245,7 +245,10 @@ class Scheduler:
         self._token_seconds = min(self._token_seconds or math.inf, (now - began) / total)
         for (request, count), token in zip(chosen, tokens):
             request.prefilled += count
-            if token is not None:
+            if token is not None and now > request.deadline:
+                request.cancelled = request.cancelled or "deadline"
+                self._cut(request, now)
+            elif token is not None:
                 self._add(request, token, now)
                 if request.finish is None:
                     self._running.append(request)

@@ -177,7 +177,7 @@ def _foreign(data):
     if head[257:262] == b"ustar" or head.startswith(b"sys_info\0"):
         return "the tar format of torch before 0.1.10, expected a zip .pt; load it with torch and save it again"
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] < len(data):
-        return "not a checkpoint of torch.save but a safetensors file; this converter reads .pt"
+        return "not a checkpoint of torch.save but a safetensors file; rename it to end in .safetensors"
     if head.startswith(b"COLI"):
         return "a Colibri .bin already, expected a PyTorch checkpoint"
     if data.rfind(b"PK\5\6", max(0, len(data) - 65557)) >= 0:

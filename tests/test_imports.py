@@ -1,9 +1,11 @@
 """The direction of dependencies, and what starting up may import."""
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 # Each module may import those named before it, and nothing else of the project.
@@ -55,3 +57,12 @@ def test_host_run_imports_no_cuda_and_no_progress_bar():
     script = "import sys, colibri.run; print([m for m in ('cuda', 'tqdm', 'numpy.random') if m in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "cuda" not in printed.stdout and "tqdm" not in printed.stdout
+
+
+@pytest.mark.skipif(not list(importlib.metadata.distributions(name="colibri")), reason="colibri is not installed")
+def test_a_clone_named_like_the_package_hides_nothing(tmp_path):
+    """Started beside a clone called colibri, whose root is no package."""
+    (tmp_path / "colibri" / "native").mkdir(parents=True)
+    found = subprocess.run([sys.executable, "-c", "import colibri.native; print(colibri.native.__file__)"], cwd=tmp_path,
+                           capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == str(ROOT / "colibri" / "native.py"), found.stderr

@@ -1,6 +1,7 @@
 """Continuous batching: who is in which step, and that a request's tokens are what they are alone."""
 
 import math
+import re
 import resource
 import time
 
@@ -249,6 +250,16 @@ def test_deadlines(scheduler):
     finish(scheduler, late)
     assert late.finish == "deadline" and 1 <= len(late.tokens) < 500 and late.error is None
     assert late.times[-1] < late.deadline + 0.05
+
+
+def test_a_first_token_after_the_deadline(small, scheduler, monkeypatch):
+    step = small.advance
+    monkeypatch.setattr(small, "advance", lambda *arguments: (time.sleep(0.03), step(*arguments))[1])
+    scheduler.submit(late := request(b"abc", 5, deadline=time.monotonic() + 0.02))
+    turn(scheduler)
+    assert late.tokens == [] and late.error.code == "deadline"
+    assert re.fullmatch(r"deadline_ms: passed after [3-9]\d ms while prefilling, expected time for a first token; .*",
+                        str(late.error))
 
 
 def test_deadlines_of_what_has_ended_are_forgotten(scheduler):
