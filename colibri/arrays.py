@@ -1,5 +1,6 @@
 """Hidden states in .npy files: read with everything checked, written whole or not at all."""
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -25,6 +26,12 @@ def check_regular(path, where, what):
 def check_output(path, where):
     if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
         raise ColibriError(f"{where}: {path}, a pipe, expected a file; choose another name")
+
+
+def check_replaceable(path, where):
+    """That nothing is there, or a file: a rename would put a file in the place of a device or a socket."""
+    with contextlib.suppress(FileNotFoundError):
+        check_regular(path, where, "or a new name")
 
 
 def read_array(path, checkpoint):
@@ -127,9 +134,11 @@ class Rows:
 
     def begin(self):
         try:
-            self._input = os.open(self.path, os.O_RDONLY)
+            self._input = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that has taken its place would wait
+            check_regular(self._input, self.path, "that numpy.save wrote")
         except OSError as error:
             raise ColibriError(f"{self.path}: {error.strerror}, expected an .npy file of numbers") from None
+        check_replaceable(self.output, self.output)
         try:
             self._temporary = tempfile.NamedTemporaryFile(**_beside(self.output))  # noqa: SIM115 - end() closes it
             np.lib.format.write_array_header_1_0(
@@ -141,7 +150,10 @@ class Rows:
         """Rows [start, start + count), as many as there are."""
         count = min(count, len(self) - start)
         row_bytes = self.shape[1] * self._dtype.itemsize
-        data = os.pread(self._input, count * row_bytes, self._offset + start * row_bytes)
+        try:
+            data = os.pread(self._input, count * row_bytes, self._offset + start * row_bytes)
+        except OSError as error:
+            raise ColibriError(f"{self.path}: {error.strerror}, expected to read rows there") from None
         if len(data) < count * row_bytes:
             raise ColibriError(f"{self.path}: ends within row {start + len(data) // row_bytes}, expected {len(self)} rows; "
                                "it was cut off while it was read")
@@ -156,6 +168,7 @@ class Rows:
             raise self._full(error) from None
 
     def end(self):
+        check_replaceable(self.output, self.output)
         try:
             self._temporary.flush()
             _put(self._temporary, self.output)
@@ -170,11 +183,10 @@ class Rows:
         if self._input is not None:
             os.close(self._input)
         if self._temporary:
-            os.unlink(self._temporary.name)
-            try:
+            with contextlib.suppress(OSError):  # its folder may be gone
+                os.unlink(self._temporary.name)
+            with contextlib.suppress(OSError):  # of a full disk: what it still wanted to write is not wanted
                 self._temporary.close()
-            except OSError:
-                pass  # of a full disk: what it still wanted to write is not wanted
         self._input = self._temporary = None
 
     def _full(self, error):

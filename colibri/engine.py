@@ -245,6 +245,8 @@ class Engine:
 
         The caller keeps the array until then. Returns it.
         """
+        if not isinstance(array, np.ndarray):
+            raise ColibriError(f"array: {type(array).__name__}, expected a numpy array")
         if not array.flags.c_contiguous or array.nbytes == 0:
             raise ColibriError(f"array: shape={array.shape}, strides={array.strides}, expected C-contiguous and not empty; "
                                "use numpy.ascontiguousarray")
@@ -480,7 +482,7 @@ def check_sampler(sampler, prefix=""):
     for name, good, expected in (
             ("temperature", isinstance(temperature, Real) and 0 <= temperature <= 1e30, "0 (greedy) to 1e30"),
             ("top_k", isinstance(top_k, Integral) and 0 <= top_k < 1 << 31, "0 (all) to 2^31 - 1"),
-            ("top_p", isinstance(top_p, Real) and 0 < top_p <= 1, "more than 0 and at most 1"),
+            ("top_p", isinstance(top_p, Real) and 0 < np.float32(top_p) and top_p <= 1, "more than 0 and at most 1"),
             ("seed", isinstance(seed, Integral) and 0 <= seed < 1 << 64, "0 to 2^64 - 1")):
         if not good:
             label = prefix + (name.replace("_", "-") if prefix else name)
@@ -502,7 +504,9 @@ def _check_samplers(samplers, count):
     """The samplers as a list, or None for None."""
     if samplers is None:
         return None
-    samplers = [sampler and check_sampler(sampler) for sampler in samplers]
+    if not isinstance(samplers, (list, tuple)):
+        raise ColibriError(f"samplers: {samplers}, expected a list, a Sampler for each session")
+    samplers = [sampler if sampler is None else check_sampler(sampler) for sampler in samplers]
     if len(samplers) != count:
         raise ColibriError(f"samplers: {len(samplers)}, expected one for each of {count} sessions")
     return samplers

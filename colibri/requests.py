@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from colibri.arrays import Rows, check_output
+from colibri.arrays import Rows, check_replaceable
 from colibri.engine import Sampler, check_sampler
 from colibri.errors import ColibriError
 from colibri.report import percentile
@@ -191,7 +191,10 @@ class Reader:
                 raise Refused(f"{name}: {got}, expected the name of an .npy file")
         if os.path.realpath(values["input"]) == os.path.realpath(values["output"]):
             raise Refused(f"output: {values['output']}, expected another file than input; choose another name")
-        check_output(values["output"], "output")
+        try:
+            check_replaceable(values["output"], f"output: {values['output']}")
+        except OSError as error:
+            raise Refused(f"output: {values['output']}, {error.strerror}, expected a file's name") from None
         request.rows = Rows(values["input"], values["output"], self._checkpoint)
         return request
 

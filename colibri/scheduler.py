@@ -111,7 +111,7 @@ class Scheduler:
         for request in dict.fromkeys([*self._waiting, *self._prefilling, *self._running, *items]):
             if isinstance(request, Request) and request.finish is None:
                 self._finish(request, error=Refused(message, "internal", request.id))
-        self._tell()
+        self._deliver()  # also where no request is left: the service must know
 
     def _turn(self):
         idle = not (self._waiting or self._prefilling or self._running)
@@ -257,20 +257,22 @@ class Scheduler:
 
     def _run_rows(self, request):
         """The next rows of a bare stack's input, and the last ones' way to its output."""
-        rows, self._prefilling[:] = request.rows, self._prefilling[1:]
+        rows, code = request.rows, "bad_request"
         try:
+            x = rows.read(request.prefilled, self.engine.max_tokens)
+            code = "internal"
             self.steps["prefill"] += 1
-            rows.write(self.engine.stack(rows.read(request.prefilled, self.engine.max_tokens)))
-            request.prefilled = min(request.prefilled + self.engine.max_tokens, len(rows))
+            rows.write(self.engine.stack(x))
+            request.prefilled += len(x)
             if request.prefilled < len(rows):
-                self._prefilling.insert(0, request)
-            else:
-                rows.end()
-                request.times.append(time.monotonic())
-                self._finish(request, "stop")
+                return
+            rows.end()
+            request.times.append(time.monotonic())
+            self._finish(request, "stop")
         except (ColibriError, MemoryError) as error:
             self.engine.memory.sync()
-            self._finish(request, error=Refused(_reason(error), "internal", request.id))
+            self._finish(request, error=Refused(_reason(error), code, request.id))
+        self._prefilling.remove(request)
 
     def _step(self, kind, requests, work, samplers):
         """The next token of each; None for a sampler of None, and where the step failed, which ends that request."""

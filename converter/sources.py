@@ -101,6 +101,24 @@ def doubts(family, c, flags, where):
     return lines
 
 
+def are_joined(tensors):
+    """Whether the experts of a layer are one matrix, Megatron's weight1, so that no shape tells how many they are."""
+    return any(name.endswith("experts.weight1") for name in tensors)
+
+
+def check_joined(fields, ffn, where, unknown):
+    """That such a matrix has all of the router's experts, of `ffn` rows each (None: not known), not one rank's share."""
+    experts, rows = fields["num_experts"], fields["ffn"]
+    if ffn is None and unknown is not None:
+        unknown.append("--ffn")
+    elif ffn is None:
+        raise ColibriError(f"{where}: experts.weight1: no ffn given, expected it, since {experts} experts of {rows} rows "
+                           f"look like a rank's share of larger ones; give --ffn {rows} if these are all")
+    elif ffn != rows:
+        raise ColibriError(f"{where}: experts.weight1: rows for {experts} experts of ffn={rows}, expected ffn={ffn}; it has "
+                           "one rank's experts alone, join those of all ranks")
+
+
 def _sizes(family, present, tensors):
     """The header fields that the shapes give, each read where the family's row puts it; None where up and down
     projections do not fit each other that way."""

@@ -105,6 +105,7 @@ def set_header(field, value):
     (set_tensor("name", b"layers.0.gate"), "layers.0.attention_norm is missing"),
     (set_header("num_layers", 0xFFFFFFFF), "num_layers=4294967295, expected no more than"),
     (set_header("num_layers", 1), "'layers.1.attention_norm' is not a tensor of such a model"),
+    (set_header("window", 1 << 31), "window=2147483648, expected below 2.31"),
     (set_header("num_layers", 0), "num_layers=0, expected at least 1"),
     (set_header("hidden", 0), "hidden=0, expected at least 1"),
     (set_header("hidden", 0xFFFFFFFF), "embed: shape="),

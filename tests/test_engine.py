@@ -164,6 +164,7 @@ def test_a_session_of_another_engine(moe_32):
     ([Sampler(1e300)], r"temperature: 1e\+300"), ([Sampler(1.0, -5)], "top_k: -5"),
     ([Sampler(1.0, 1 << 31)], "top_k: 2147483648"), ([Sampler(1.0, 2.5)], "top_k: 2.5"),
     ([Sampler(1.0, 0, float("nan"))], "top_p: nan"), ([Sampler(seed=None)], "seed: None"), ([(1, 2)], "samplers: "),
+    ([0], "samplers: 0"), (5, "samplers: 5"),
     ([], "samplers: 0, expected one for each of 1 sessions"), ([Sampler()] * 2, "samplers: 2, expected one")])
 def test_a_step_checks_its_samplers(engine, samplers, message):
     with engine.session() as session:
@@ -285,7 +286,7 @@ def test_draws_are_even():
 
 @pytest.mark.parametrize("options, message", [
     ({"temperature": -1}, "temperature: -1"), ({"temperature": float("nan")}, "temperature: nan"),
-    ({"top_p": 0}, "top_p: 0"), ({"top_p": 1.5}, "top_p: 1.5"), ({"top_k": -1}, "top_k: -1"),
+    ({"top_p": 0}, "top_p: 0"), ({"top_p": 1e-50}, "top_p: 1e-50"), ({"top_p": 1.5}, "top_p: 1.5"), ({"top_k": -1}, "top_k: -1"),
     ({"seed": -1}, "seed: -1"), ({"max_new_tokens": 2.5}, "max_new_tokens: 2.5, expected 1 to"),
     ({"max_new_tokens": 0}, "max_new_tokens: 0, expected 1 to")])
 def test_wrong_sampling_options(engine, options, message):

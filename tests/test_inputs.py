@@ -216,7 +216,7 @@ def test_megatron_experts_in_two_matrices(tmp_path, gated):
     place = "decoder.layers.0.mlp."
     arrays = {place + "router.weight": router, place + "experts.weight1": weight1, place + "experts.weight2": weight2}
     header, got = convert(write_pt(tmp_path / "a.pt", arrays), tmp_path / "a.bin", "--k", "2", "--activation", "silu",
-                          "--renormalize")
+                          "--renormalize", "--ffn", str(ffn))
     assert (header["num_experts"], header["hidden"], header["ffn"], header["gated"]) == (experts, hidden, ffn, gated)
     x = generator.standard_normal((3, hidden)).astype(np.float32)
     for e in range(experts):
@@ -225,7 +225,24 @@ def test_megatron_experts_in_two_matrices(tmp_path, gated):
         np.testing.assert_array_equal(got["layers.0.experts_down"][e].T, weight2.reshape(experts, ffn, hidden)[e])
     arrays[place + "experts.weight1"] = np.asfortranarray(weight1)  # has no such view
     with pytest.raises(ColibriError, match="experts.weight1: float32 with strides, expected one block of plain floats"):
-        read_all(write_pt(tmp_path / "b.pt", arrays), "--k", "2", "--activation", "silu", "--renormalize")
+        read_all(write_pt(tmp_path / "b.pt", arrays), "--k", "2", "--activation", "silu", "--renormalize", "--ffn", "12")
+
+
+def test_one_rank_of_megatron_experts_is_not_taken_for_all(tmp_path):
+    """2 of 4 experts of ffn 8 have the shapes of 4 of ffn 4."""
+    place = "decoder.layers.0.mlp."
+    arrays = {place + "router.weight": np.ones((4, 6), np.float32), place + "experts.weight1": np.ones((6, 16), np.float32),
+              place + "experts.weight2": np.ones((16, 6), np.float32)}
+    path, flags = write_pt(tmp_path / "a.pt", arrays), ("--k", "2", "--activation", "silu", "--renormalize")
+    with pytest.raises(ColibriError) as error:
+        read_all(path, *flags)
+    assert str(error.value) == (
+        f"{path}: experts.weight1: no ffn given, expected it, since 4 experts of 4 rows look like a rank's share of larger "
+        "ones; give --ffn 4 if these are all")
+    with pytest.raises(ColibriError) as error:
+        read_all(path, *flags, "--ffn", "8")
+    assert str(error.value) == (f"{path}: experts.weight1: rows for 4 experts of ffn=4, expected ffn=8; it has one rank's "
+                                "experts alone, join those of all ranks")
 
 
 def read_all(path, *flags):

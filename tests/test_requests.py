@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 
 import numpy as np
 import pytest
@@ -72,6 +73,7 @@ BAD = [
     (b'"top_k": 1.5', "top_k: 1.5, expected 0 (all) to 2^31 - 1"),
     (b'"top_k": 2147483648', "top_k: 2147483648, expected 0 (all) to 2^31 - 1"),
     (b'"top_p": 0', "top_p: 0, expected more than 0 and at most 1"),
+    (b'"top_p": 1e-50', "top_p: 1e-50, expected more than 0 and at most 1"),  # 0 as float32
     (b'"top_p": 1.01', "top_p: 1.01, expected more than 0 and at most 1"),
     (b'"seed": -1', "seed: -1, expected 0 to 2^64 - 1"),
     (b'"seed": 18446744073709551616', "seed: a number of more than 64 bits, expected 0 to 2^64 - 1"),
@@ -166,6 +168,8 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
     np.save("f.npy", np.asfortranarray(np.zeros((3, 64), np.float32)))
     np.save("narrow.npy", np.zeros((3, 65), np.float32))
     os.mkfifo("pipe")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("socket")
     name = "expected the name of an .npy file"
     with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host") as engine:
         reader = Reader(engine)
@@ -178,7 +182,10 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
                 ({"input": 5, "output": "y.npy"}, f"input: 5, {name}"),
                 ({"input": "x.npy", "output": "./x.npy"}, ("output: ./x.npy, expected another file than input; choose "
                                                           "another name")),
-                ({"input": "x.npy", "output": "pipe"}, "output: pipe, a pipe, expected a file; choose another name"),
+                ({"input": "x.npy", "output": "pipe"}, "output: pipe: a special file, expected a file or a new name"),
+                ({"input": "x.npy", "output": "socket"}, "output: socket: a special file, expected a file or a new name"),
+                ({"input": "x.npy", "output": "."}, "output: .: a directory, expected a file or a new name"),
+                ({"input": "x.npy", "output": "x.npy/y"}, "output: x.npy/y, Not a directory, expected a file's name"),
                 ({"input": "x.npy", "output": "y.npy", "seed": 1}, ("seed: given, expected only with prompt or prompt_ids; "
                                                                    "leave it out")),
                 ({"input": "none.npy", "output": "y.npy"}, ("none.npy: No such file or directory, expected an .npy file of "
@@ -195,7 +202,7 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
             with pytest.raises(Refused) as refused:
                 reader.request({"id": 1, **fields})
             assert str(refused.value) == message
-    assert sorted(os.listdir()) == ["f.npy", "narrow.npy", "pipe", "stack.bin", "x.npy"]
+    assert sorted(os.listdir()) == ["f.npy", "narrow.npy", "pipe", "socket", "stack.bin", "x.npy"]
 
 
 def test_a_model_of_tokens_takes_no_files(reader, engine):

@@ -1,8 +1,11 @@
 """Continuous batching: who is in which step, and that a request's tokens are what they are alone."""
 
 import math
+import os
 import re
 import resource
+import shutil
+import socket
 import time
 
 import numpy as np
@@ -399,6 +402,45 @@ def test_on_its_own_thread(small):
 def stack_request(checkpoint, x, folder, name="x"):
     np.save(folder / f"{name}.npy", x)
     return Request(name, rows=Rows(str(folder / f"{name}.npy"), str(folder / f"{name}-y.npy"), checkpoint))
+
+
+@pytest.mark.parametrize("place, message", [
+    ("folder", ": a directory, expected a file that numpy.save wrote"), ("pipe", ": a special file, expected a file that numpy.save wrote"),
+    ("output is a socket", ": a special file, expected a file or a new name"),
+    ("output's folder is gone", ": No such file or directory, expected to write 332800 bytes there; choose another --output")])
+def test_files_of_a_stack_that_change_while_it_waits(tmp_path, place, message):
+    """An error of that request alone, whatever has come in a file's place."""
+    (tmp_path / "out").mkdir()
+    x = np.ones((1300, 64), np.float32)
+    with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host", num_slots=1) as engine, \
+            socket.socket(socket.AF_UNIX) as listener:
+        scheduler = Scheduler(engine, 3, CHUNK, lambda: None)
+        first, victim, last = (stack_request(engine.checkpoint, x, tmp_path, name) for name in ("first", "victim", "last"))
+        for item in (first, victim, last):
+            scheduler.submit(item)
+        turn(scheduler)
+        if place.startswith("output's"):
+            victim.rows.output = first.rows.output = str(tmp_path / "out" / "y.npy")
+            shutil.rmtree(tmp_path / "out")
+        elif place.startswith("output"):
+            listener.bind(victim.rows.output)
+        else:
+            os.unlink(victim.rows.path)
+            (os.mkdir if place == "folder" else os.mkfifo)(victim.rows.path)
+        finish(scheduler, first, victim, last)
+        assert victim.finish == "error" and str(victim.error).endswith(message)
+        assert last.finish == "stop" and (first.finish == "error") == place.startswith("output's")
+        assert not list(tmp_path.glob("*y.npy.*"))
+
+
+def test_a_temporary_file_that_is_gone(tmp_path):
+    with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host", num_slots=1) as engine:
+        scheduler = Scheduler(engine, 3, CHUNK, lambda: None)
+        scheduler.submit(item := stack_request(engine.checkpoint, np.ones((1300, 64), np.float32), tmp_path, "x"))
+        turn(scheduler)
+        os.unlink(item.rows._temporary.name)
+        finish(scheduler, item)
+        assert item.finish == "error" and "No such file or directory" in str(item.error)
 
 
 def test_hidden_states_of_a_stack(tmp_path, monkeypatch):
