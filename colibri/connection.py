@@ -172,7 +172,8 @@ class Lines(Connection):
                 self.refuse(self.too_long("line"))
             elif self._is_first and HTTP_LINE.match(line):
                 self.refuse(Refused("line: HTTP, expected a JSON object a line; HTTP is spoken at --http"))
-                self.close()
+                if not self.is_patient:  # no browser writes to stdin
+                    self.close()
             elif line.strip():
                 self.line(line)
             self._is_first = False

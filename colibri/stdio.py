@@ -50,6 +50,7 @@ class Pipes:
     def abort(self):
         if not self._is_lost:
             self._is_lost = True
+            self._reading.set()  # to the end, which ends the server
             self._connection.connection_lost(None)
 
     def _read(self):
@@ -67,8 +68,9 @@ class Pipes:
     def _received(self, data):
         self._handled.release()
         if self._is_lost:
-            return
-        if data:
+            if not data:
+                self._connection.server.stop()
+        elif data:
             self._connection.data_received(data)
         else:
             self._connection.end()
@@ -80,8 +82,8 @@ class Pipes:
             try:
                 while data:
                     data = data[os.write(self._target, data):]
-            except OSError:
-                self._hop(self._lost)
+            except OSError as error:
+                self._hop(self._lost, error)
                 return
             self._hop(self._written, count)
 
@@ -93,11 +95,14 @@ class Pipes:
             self._is_full = False
             self._connection.resume_writing()
 
-    def _lost(self):
-        """Nobody reads stdout any more."""
+    def _lost(self, error):
+        """Nobody reads stdout any more, or it cannot be written."""
         self._waiting = 0
         self.abort()
-        self._connection.server.stop()
+        if isinstance(error, BrokenPipeError):
+            self._connection.server.stop()
+        else:
+            self._connection.server.fail(f"stdout: {error.strerror}, expected to write the answers there; free some space")
 
     def _hop(self, function, *arguments):
         try:

@@ -1,5 +1,6 @@
 """The server as a process: lines over stdin and sockets, clients that misbehave or leave, and how it ends."""
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from synthetic import STACK, write_model
 from colibri.engine import Engine
 from colibri.requests import Request
 from colibri.server import Server
+from colibri.stdio import Pipes
 
 LONG = {"prompt": "It was the custom of ", "max_new_tokens": 490}
 
@@ -102,6 +104,41 @@ def test_nobody_reads_stdout_any_more(moe_32):
     assert re.search(r"request id=1 prompt_tokens=21 tokens=\d+ finish=(cancelled|length) ", log) and "Error" not in log
     process.stdin.close()
     process.stderr.close()
+
+
+def test_http_on_stdin_closes_nothing(moe_32, engine):
+    """The browser's danger is not there; and what comes after, above all the end, is seen."""
+    got, _ = run(moe_32, b'GET / HTTP/1.1\r\n{"id": 1, "prompt": "It was ", "max_new_tokens": 3}\n')
+    assert got[0] == {"id": None, "error": {"code": "bad_request", "message": (
+        "line: HTTP, expected a JSON object a line; HTTP is spoken at --http")}}
+    assert [line["text"] for line in got[1:]] == [greedy(engine, "It was ", 3)]
+
+
+def test_the_end_of_stdin_after_its_connection():
+    """Which was dropped while it was not read."""
+    async def main():
+        stopped = asyncio.Event()
+        connection = SimpleNamespace(connection_made=lambda transport: None, connection_lost=lambda error: None,
+                                     server=SimpleNamespace(stop=stopped.set))
+        source, end = os.pipe()
+        pipes = Pipes(asyncio.get_running_loop(), connection, source, end)
+        os.write(end, b"not read any more\n")
+        pipes.pause_reading()
+        pipes.abort()
+        os.close(end)
+        await asyncio.wait_for(stopped.wait(), TIMEOUT)
+        os.close(source)
+    asyncio.run(main())
+
+
+def test_a_full_disk_under_the_answers(moe_32):
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                                "-"], cwd=ROOT, input=b'{"id": 1, "prompt": "a", "max_new_tokens": 2}\n', stdout=full,
+                               stderr=subprocess.PIPE, timeout=TIMEOUT, check=False)
+    assert ended.returncode == 2 and re.fullmatch(
+        r"serving moe-32.bin on stdin\n\S+Z request id=1 .*\n"
+        r"stdout: No space left on device, expected to write the answers there; free some space\n", ended.stderr.decode())
 
 
 def test_a_signal_while_stdin_is_open(moe_32, engine):
