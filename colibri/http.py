@@ -59,8 +59,7 @@ class Http(Connection):
             except Refused as error:
                 self.server.refused(error)
                 self._error(error)
-        if len(self._input) > self.server.reader.max_bytes:
-            self.drop("sent more while its request was running")
+        self.is_sated = len(self._input) > self.server.reader.max_bytes  # of further requests, while one runs
         self.flush()
         return count == 0
 
@@ -175,7 +174,7 @@ class Http(Connection):
         self.write(self._h11.send(h11.EndOfMessage()))
         if self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE:
             self._h11.start_next_cycle()
-            self._is_busy = False
+            self._head, self._is_busy = None, False
             self.flush()
         else:
             self.close()
