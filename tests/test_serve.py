@@ -476,6 +476,15 @@ def test_places_that_are_taken(moe_32, service, tmp_path):
     assert "203.0.113.1:5: Cannot assign requested address, expected" in fails(moe_32, "--serve", "203.0.113.1:5")
 
 
+@pytest.mark.parametrize("host, shown", [("..", ".."), ("a..b", "a..b"), ("x" * 64, "x" * 64), (b"\xff", "\\udcff")])
+def test_hosts_that_are_no_names(moe_32, host, shown):
+    ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--http",
+                            (host if isinstance(host, bytes) else host.encode()) + b":8099"], cwd=ROOT, capture_output=True,
+                           timeout=TIMEOUT, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (2, b"", (
+        f"--http: {shown}:8099, expected a host's name with 1 to 63 characters between two dots; correct it\n"))
+
+
 @pytest.mark.parametrize("options, message", [
     (("--serve", "localhost"), "--serve: localhost, expected - or HOST:PORT or unix:PATH, with a port of 0 to 65535"),
     (("--serve", ":70000"), "--serve: :70000, expected - or HOST:PORT or unix:PATH, with a port of 0 to 65535"),
@@ -528,6 +537,26 @@ def test_sockets_of_systemd(moe_32, tmp_path):
                 assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
             assert service.metric("connections_total") == 2
             assert service.stop() == 0
+
+
+@pytest.mark.parametrize("count, kind, message", [
+    ("x", "stream", "LISTEN_FDS: x, expected the number of sockets passed, 0 to 9999; unset it"),
+    ("9" * 5000, "stream", f"LISTEN_FDS: {'9' * 80}, expected the number of sockets passed, 0 to 9999; unset it"),
+    ("99", "stream", ("--serve: descriptor 101 of LISTEN_FDS: Bad file descriptor, expected a listening socket there; correct "
+     "the .socket unit, or unset LISTEN_FDS")),
+    *(("1", kind, f"--serve: descriptor 3 of LISTEN_FDS: {wrong}, expected a listening socket there; correct the .socket "
+       "unit, or unset LISTEN_FDS") for kind, wrong in (
+          ("datagram", "not a listening stream socket of IP or Unix"), ("stream", "not a listening stream socket of IP or Unix"),
+          ("file", "Socket operation on non-socket")))])
+def test_what_systemd_did_not_pass(moe_32, count, kind, message):
+    script = ("import os, socket, sys\ncount, kind, *command = sys.argv[1:]\n"
+              "one = open('/dev/null') if kind == 'file' else socket.socket(type=socket.SOCK_DGRAM if kind == 'datagram' else "
+              "socket.SOCK_STREAM)\nos.dup2(one.fileno(), 3)\nos.set_inheritable(3, True)\n"
+              "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=count)\n"
+              "os.execv(sys.executable, [sys.executable, '-m', 'colibri.run', *command])")
+    ended = subprocess.run([sys.executable, "-c", script, count, kind, "--backend", "host", "--model", str(moe_32), "--serve",
+                            ":0"], cwd=ROOT, capture_output=True, timeout=TIMEOUT, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (2, b"", message + "\n")
 
 
 # Bare stacks, logs, time
