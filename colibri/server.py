@@ -97,6 +97,7 @@ class Server:
         """The first asks for an end, the second makes one."""
         if not self._signals:
             self._signals.append(number)
+            self.log.line(f"stopping: {self._num_unanswered} requests to finish")
             self.stop()
             return
         for listener in self._listeners:

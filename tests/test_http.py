@@ -302,6 +302,19 @@ def test_what_a_client_sends_while_its_request_runs_is_bounded(moe_32, tmp_path)
             assert service.metric("connections_dropped_total") == 0
 
 
+def test_two_lengths_of_a_body(service):
+    """What follows is not read: a proxy may have taken it for a part of the body."""
+    got = raw(service, b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+                       b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert got.count(b"HTTP/1.1 ") == 1 and got.startswith(b"HTTP/1.1 405 ") and b"connection: close\r\n" in got.lower()
+
+
+@pytest.mark.parametrize("target, status", [("http://a/health", 200), ("HTTPS://a:80/health?x=http://b/c", 200),
+                                            ("http://a", 404), ("/http://a/health", 404)])
+def test_a_target_with_its_origin(service, target, status):
+    assert ask(service, "GET", target)[0] == status
+
+
 def test_garbage_after_a_head(service):
     got = raw(service, b"HEAD /health HTTP/1.1\r\nHost: a\r\n\r\nGARBAGE\r\n\r\n")
     first, second = re.split(rb"HTTP/1.1 (?=\d)", got)[1:]

@@ -378,6 +378,7 @@ def test_a_signal_lets_what_runs_finish(moe_32, tmp_path, engine, number):
             assert client.receive()["text"] == greedy(engine, "abc", 5)
             assert client.receive() is None and idle.receive() is None
         assert service.process.wait(TIMEOUT) == 0 and not service.path.exists()
+        assert re.search(r"^serving .*\nstopping: 2 requests to finish\n\S+Z request id=1 ", service.log)
 
 
 def test_what_the_time_to_drain_cuts(moe_32, tmp_path):
