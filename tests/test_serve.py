@@ -545,8 +545,8 @@ def test_sockets_of_systemd(moe_32, tmp_path):
     ("9" * 5000, "stream", f"LISTEN_FDS: {'9' * 80}, expected the number of sockets passed, 0 to 9999; unset it"),
     ("99", "stream", ("--serve: descriptor 101 of LISTEN_FDS: Bad file descriptor, expected a listening socket there; correct "
      "the .socket unit, or unset LISTEN_FDS")),
-    *(("1", kind, f"--serve: descriptor 3 of LISTEN_FDS: {wrong}, expected a listening socket there; correct the .socket "
-       "unit, or unset LISTEN_FDS") for kind, wrong in (
+    *(("1", kind, (f"--serve: descriptor 3 of LISTEN_FDS: {wrong}, expected a listening socket there; correct the .socket "
+       "unit, or unset LISTEN_FDS")) for kind, wrong in (
           ("datagram", "not a listening stream socket of IP or Unix"), ("stream", "not a listening stream socket of IP or Unix"),
           ("file", "Socket operation on non-socket")))])
 def test_what_systemd_did_not_pass(moe_32, count, kind, message):
