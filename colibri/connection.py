@@ -245,9 +245,7 @@ class Lines(Connection):
         self.pump()
 
     def _end(self):
-        if self.is_ended and not self.running and not self._input:
-            self.server.stop()
-        elif self.server.is_draining and not self.running:
+        if (self.is_ended and not self._input or self.server.is_draining) and not self.running:
             self.close()
 
 

@@ -15,7 +15,8 @@ class Pipes:
         self._loop, self._connection, self._source, self._target = loop, connection, source, target
         self._reading, self._handled = threading.Event(), threading.Semaphore(1)
         self._reading.set()
-        self._waiting, self._is_full, self._is_closing, self._is_lost = 0, False, False, False
+        self._waiting, self._is_full, self._is_closing = 0, False, False
+        self._is_ended = self._is_lost = False  # stdin; the connection. When both have, so does the server
         self._pieces = queue.SimpleQueue()
         connection.is_patient = True
         connection.connection_made(self)
@@ -52,6 +53,8 @@ class Pipes:
             self._is_lost = True
             self._reading.set()  # to the end, which ends the server
             self._connection.connection_lost(None)
+            if self._is_ended:
+                self._connection.server.stop()
 
     def _read(self):
         while True:
@@ -67,8 +70,9 @@ class Pipes:
 
     def _received(self, data):
         self._handled.release()
+        self._is_ended = not data
         if self._is_lost:
-            if not data:
+            if self._is_ended:
                 self._connection.server.stop()
         elif data:
             self._connection.data_received(data)

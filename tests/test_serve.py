@@ -92,6 +92,20 @@ def test_a_thousand_bad_lines_while_nobody_reads(moe_32):
     process.stdout.close()
 
 
+def test_a_reader_that_takes_its_time(moe_32):
+    """It gets what waits for it, however long after the last request has ended."""
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write(b"bad\n" * 800)
+    process.stdin.close()
+    for _ in range(801):
+        process.stderr.readline()  # all are answered
+    time.sleep(2)
+    assert len(process.stdout.read().splitlines()) == 800 and process.wait(TIMEOUT) == 0
+    process.stdout.close()
+    process.stderr.close()
+
+
 def test_nobody_reads_stdout_any_more(moe_32):
     process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
                                 "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
