@@ -25,7 +25,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, server):
         self.server, self.transport = server, None
         self.running = {}
-        self.is_full = False    # as many bytes wait for the client as should: nothing more is read from it
+        self.is_full = False    # as many bytes wait for the client as should: nothing more is read from it ...
+        self.is_sated = False   # ... nor here, where as many wait to be handled
         self.is_closing = self._is_dropped = False
         self._input, self._output = bytearray(), []
         self._waiting, self._moved = 0, time.monotonic()  # bytes for the client at the last check; when anything moved
@@ -66,6 +67,8 @@ class Connection(asyncio.Protocol):
         elif self.consume(LINES_A_TURN):
             self._pause()
             self.server.loop.call_soon(self.pump)
+        elif self.is_sated:
+            self._pause()
         else:
             self._resume()
 
@@ -76,6 +79,7 @@ class Connection(asyncio.Protocol):
     def _resume(self):
         if not self.is_closing and not self.transport.is_reading():
             self.transport.resume_reading()
+            self._moved = time.monotonic()  # until now it was not the client that stopped
 
     def write(self, data):
         """Sends at the next flush(), so that what one step brings is one system call."""
@@ -172,7 +176,8 @@ class Lines(Connection):
                 self.refuse(self.too_long("line"))
             elif self._is_first and HTTP_LINE.match(line):
                 self.refuse(Refused("line: HTTP, expected a JSON object a line; HTTP is spoken at --http"))
-                self.close()
+                if not self.is_patient:  # no browser writes to stdin
+                    self.close()
             elif line.strip():
                 self.line(line)
             self._is_first = False
@@ -240,9 +245,7 @@ class Lines(Connection):
         self.pump()
 
     def _end(self):
-        if self.is_ended and not self.running and not self._input:
-            self.server.stop()
-        elif self.server.is_draining and not self.running:
+        if (self.is_ended and not self._input or self.server.is_draining) and not self.running:
             self.close()
 
 

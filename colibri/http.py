@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 
 from colibri.connection import Connection
@@ -25,6 +26,7 @@ INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
            "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "tools": ([],),
            "tool_choice": ("none",), "response_format": ({"type": "text"},)}
+ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)  # that a target has before its path where a proxy is spoken to
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -59,8 +61,7 @@ class Http(Connection):
             except Refused as error:
                 self.server.refused(error)
                 self._error(error)
-        if len(self._input) > self.server.reader.max_bytes:
-            self.drop("sent more while its request was running")
+        self.is_sated = len(self._input) > self.server.reader.max_bytes  # of further requests, while one runs
         self.flush()
         return count == 0
 
@@ -80,7 +81,8 @@ class Http(Connection):
             self._is_busy = True
             if len(body) > self.server.reader.max_bytes:
                 raise self.too_long("body")
-            self._handle(self._head.method.decode(), self._head.target.partition(b"?")[0].decode("ascii", "replace"), body)
+            path = ORIGIN.sub(b"", self._head.target).partition(b"?")[0].decode("ascii", "replace")
+            self._handle(self._head.method.decode(), path, body)
 
     def _handle(self, method, path, body):
         if path not in PATHS:
@@ -167,7 +169,9 @@ class Http(Connection):
             self.close()
 
     def _connection_header(self):
-        must_close = self.server.is_draining or self._h11.their_state is not h11.DONE
+        names = [name for name, _ in self._head.headers] if self._head else ()
+        is_ambiguous = b"content-length" in names and b"transfer-encoding" in names  # a proxy may see another end of it
+        must_close = self.server.is_draining or is_ambiguous or self._h11.their_state is not h11.DONE
         return [("connection", "close")] if must_close else []
 
     def _end(self):
@@ -175,7 +179,7 @@ class Http(Connection):
         self.write(self._h11.send(h11.EndOfMessage()))
         if self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE:
             self._h11.start_next_cycle()
-            self._is_busy = False
+            self._head, self._is_busy = None, False
             self.flush()
         else:
             self.close()

@@ -3,6 +3,7 @@
 import fcntl
 import ipaddress
 import os
+import re
 import resource
 import socket
 import stat
@@ -13,6 +14,7 @@ BACKLOG = 4096    # connections that the kernel keeps until they are accepted
 ACCEPTS = 64      # of them at a time
 FIRST_PASSED = 3  # the descriptor of the first socket that systemd passes
 MAX_PATH = 107    # bytes of a Unix socket's name
+FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 class Listener:
@@ -23,7 +25,7 @@ class Listener:
         self._path = self._inode = None
         try:
             if passed is not None:
-                self.socket = socket.socket(fileno=passed)
+                self.socket = _passed(option, passed)
                 self.place = _place(self.socket)
             elif address.startswith("unix:"):
                 self._path = address.removeprefix("unix:")
@@ -109,7 +111,12 @@ def split(option, address):
 
 def _tcp(option, address):
     host, port = split(option, address)
-    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError:
+        raise ColibriError(f"{option}: {address}, expected a host's name with 1 to 63 characters between two dots; "
+                           "correct it") from None
+    family, kind, protocol, _, where = found[0]
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,6 +129,21 @@ def _tcp(option, address):
     except BaseException:
         listening.close()
         raise
+    return listening
+
+
+def _passed(option, descriptor):
+    """A socket that systemd says it has passed."""
+    try:
+        listening = socket.socket(fileno=descriptor)
+        is_listening = listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        wrong = None if is_listening and listening.family in FAMILIES else "not a listening stream socket of IP or Unix"
+    except OSError as error:
+        wrong = error.strerror
+    if wrong:
+        raise ColibriError(f"{option}: descriptor {descriptor} of LISTEN_FDS: {wrong}, expected a listening socket there; "
+                           "correct the .socket unit, or unset LISTEN_FDS")
+    os.set_inheritable(descriptor, False)
     return listening
 
 
@@ -140,13 +162,12 @@ def activated():
     """
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return {}
-    names = os.environ.get("LISTEN_FDNAMES", "").split(":")
-    count = int(os.environ.get("LISTEN_FDS", "0"))
+    names, count = os.environ.get("LISTEN_FDNAMES", "").split(":"), os.environ.get("LISTEN_FDS", "0")
+    if not re.fullmatch("[0-9]{1,4}", count):
+        raise ColibriError(f"LISTEN_FDS: {count[:80]}, expected the number of sockets passed, 0 to 9999; unset it")
+    count = int(count)
     names += [""] * (count - len(names))
-    passed = {"http" if names[index] == "http" else "serve": FIRST_PASSED + index for index in range(count)}
-    for descriptor in passed.values():
-        os.set_inheritable(descriptor, False)
-    return passed
+    return {"http" if names[index] == "http" else "serve": FIRST_PASSED + index for index in range(count)}
 
 
 def number_of_files():

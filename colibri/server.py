@@ -35,7 +35,7 @@ class Server:
         self.metrics = Metrics(FINISHES, CODES)
         self.max_connections = max(1, min(MAX_CONNECTIONS, (number_of_files() - SPARE_FILES) // 2))
         self.connections, self._num_open = set(), collections.Counter()  # the latter by kind
-        self.is_draining = False
+        self.is_draining, self._failure = False, None
         self.name = os.path.basename(engine.checkpoint.path)
         self._listeners, self._signals, self._state = [], [], None
         self._num_unanswered = 0  # requests that were accepted, and whose end has not been told
@@ -57,8 +57,9 @@ class Server:
             for listener in self._listeners:
                 listener.close()
             self.log.close()
-        if self.scheduler.failure is not None:
-            raise ColibriError(self.scheduler.failure)
+        failure = self.scheduler.failure or self._failure
+        if failure is not None:
+            raise ColibriError(failure)
 
     async def _listen(self):
         passed = activated()
@@ -96,6 +97,7 @@ class Server:
         """The first asks for an end, the second makes one."""
         if not self._signals:
             self._signals.append(number)
+            self.log.line(f"stopping: {self._num_unanswered} requests to finish")
             self.stop()
             return
         for listener in self._listeners:
@@ -106,6 +108,11 @@ class Server:
     def stop(self):
         self.is_draining = True
         self._stopped.set()
+
+    def fail(self, message):
+        """Stops with an error, when what was accepted has finished."""
+        self._failure = message
+        self.stop()
 
     async def _drain(self):
         """Lets what was accepted finish in the time for it, and cuts the rest."""

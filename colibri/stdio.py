@@ -15,7 +15,8 @@ class Pipes:
         self._loop, self._connection, self._source, self._target = loop, connection, source, target
         self._reading, self._handled = threading.Event(), threading.Semaphore(1)
         self._reading.set()
-        self._waiting, self._is_full, self._is_closing, self._is_lost = 0, False, False, False
+        self._waiting, self._is_full, self._is_closing = 0, False, False
+        self._is_ended = self._is_lost = False  # stdin; the connection. When both have, so does the server
         self._pieces = queue.SimpleQueue()
         connection.is_patient = True
         connection.connection_made(self)
@@ -50,7 +51,10 @@ class Pipes:
     def abort(self):
         if not self._is_lost:
             self._is_lost = True
+            self._reading.set()  # to the end, which ends the server
             self._connection.connection_lost(None)
+            if self._is_ended:
+                self._connection.server.stop()
 
     def _read(self):
         while True:
@@ -66,9 +70,11 @@ class Pipes:
 
     def _received(self, data):
         self._handled.release()
+        self._is_ended = not data
         if self._is_lost:
-            return
-        if data:
+            if self._is_ended:
+                self._connection.server.stop()
+        elif data:
             self._connection.data_received(data)
         else:
             self._connection.end()
@@ -80,8 +86,8 @@ class Pipes:
             try:
                 while data:
                     data = data[os.write(self._target, data):]
-            except OSError:
-                self._hop(self._lost)
+            except OSError as error:
+                self._hop(self._lost, error)
                 return
             self._hop(self._written, count)
 
@@ -93,11 +99,14 @@ class Pipes:
             self._is_full = False
             self._connection.resume_writing()
 
-    def _lost(self):
-        """Nobody reads stdout any more."""
+    def _lost(self, error):
+        """Nobody reads stdout any more, or it cannot be written."""
         self._waiting = 0
         self.abort()
-        self._connection.server.stop()
+        if isinstance(error, BrokenPipeError):
+            self._connection.server.stop()
+        else:
+            self._connection.server.fail(f"stdout: {error.strerror}, expected to write the answers there; free some space")
 
     def _hop(self, function, *arguments):
         try:

@@ -268,6 +268,61 @@ def test_a_thousand_requests_at_once_on_a_connection(service):
     assert received.count(b'{"status": "ok"}\n') == 5000
 
 
+def test_more_requests_than_are_kept_while_one_runs(service, engine):
+    """They wait with the client, and none is lost."""
+    count, expected = 3000, greedy(engine, "ab", 1)
+    body = json.dumps({"model": MODEL, "prompt": "ab", "max_tokens": 1}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answers = raw(service, post * count + last).split(b"HTTP/1.1 200")[1:]
+    assert len(answers) == count + 1 and answers[-1].endswith(b'{"status": "ok"}\n')
+    assert {json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for answer in answers[:-1]} == {expected}
+    get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+    received = bytearray()
+    with socket.create_connection(("127.0.0.1", service.port), TIMEOUT) as connection:
+        sender = threading.Thread(target=connection.sendall, args=[get * 2500 + last])
+        sender.start()
+        while data := connection.recv(1 << 20):
+            received += data
+        sender.join()
+    assert received.count(b"HTTP/1.1 200") == 2501 and received.endswith(b'{"status": "ok"}\n')
+
+
+def test_what_a_client_sends_while_its_request_runs_is_bounded(moe_32, tmp_path):
+    with slow_service(moe_32, tmp_path, "--http", ":0") as service:
+        body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 490}).encode()
+        with socket.create_connection(("127.0.0.1", service.port), TIMEOUT) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            service.wait_for("running_requests", 1)
+            before = service.metric("resident_bytes")
+            connection.settimeout(1)
+            with pytest.raises(TimeoutError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2_000_000)
+            assert service.metric("resident_bytes") - before < 8 << 20
+            assert service.metric("connections_dropped_total") == 0
+
+
+def test_two_lengths_of_a_body(service):
+    """What follows is not read: a proxy may have taken it for a part of the body."""
+    got = raw(service, b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+                       b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert got.count(b"HTTP/1.1 ") == 1 and got.startswith(b"HTTP/1.1 405 ") and b"connection: close\r\n" in got.lower()
+
+
+@pytest.mark.parametrize("target, status", [("http://a/health", 200), ("HTTPS://a:80/health?x=http://b/c", 200),
+                                            ("http://a", 404), ("/http://a/health", 404)])
+def test_a_target_with_its_origin(service, target, status):
+    assert ask(service, "GET", target)[0] == status
+
+
+def test_garbage_after_a_head(service):
+    got = raw(service, b"HEAD /health HTTP/1.1\r\nHost: a\r\n\r\nGARBAGE\r\n\r\n")
+    first, second = re.split(rb"HTTP/1.1 (?=\d)", got)[1:]
+    assert first.startswith(b"405 ") and first.endswith(b"\r\n\r\n") and second.startswith(b"400 ")
+    assert message(second.partition(b"\r\n\r\n")[2]) == ("HTTP: illegal request line: bytearray(b'GARBAGE'), expected an "
+                                                        "HTTP/1.1 request")
+
+
 def test_a_body_in_pieces_and_an_old_client(service):
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"

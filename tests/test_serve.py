@@ -1,5 +1,6 @@
 """The server as a process: lines over stdin and sockets, clients that misbehave or leave, and how it ends."""
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from synthetic import STACK, write_model
 from colibri.engine import Engine
 from colibri.requests import Request
 from colibri.server import Server
+from colibri.stdio import Pipes
 
 LONG = {"prompt": "It was the custom of ", "max_new_tokens": 490}
 
@@ -90,6 +92,20 @@ def test_a_thousand_bad_lines_while_nobody_reads(moe_32):
     process.stdout.close()
 
 
+def test_a_reader_that_takes_its_time(moe_32):
+    """It gets what waits for it, however long after the last request has ended."""
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write(b"bad\n" * 800)
+    process.stdin.close()
+    for _ in range(801):
+        process.stderr.readline()  # all are answered
+    time.sleep(2)
+    assert len(process.stdout.read().splitlines()) == 800 and process.wait(TIMEOUT) == 0
+    process.stdout.close()
+    process.stderr.close()
+
+
 def test_nobody_reads_stdout_any_more(moe_32):
     process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
                                 "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -102,6 +118,41 @@ def test_nobody_reads_stdout_any_more(moe_32):
     assert re.search(r"request id=1 prompt_tokens=21 tokens=\d+ finish=(cancelled|length) ", log) and "Error" not in log
     process.stdin.close()
     process.stderr.close()
+
+
+def test_http_on_stdin_closes_nothing(moe_32, engine):
+    """The browser's danger is not there; and what comes after, above all the end, is seen."""
+    got, _ = run(moe_32, b'GET / HTTP/1.1\r\n{"id": 1, "prompt": "It was ", "max_new_tokens": 3}\n')
+    assert got[0] == {"id": None, "error": {"code": "bad_request", "message": (
+        "line: HTTP, expected a JSON object a line; HTTP is spoken at --http")}}
+    assert [line["text"] for line in got[1:]] == [greedy(engine, "It was ", 3)]
+
+
+def test_the_end_of_stdin_after_its_connection():
+    """Which was dropped while it was not read."""
+    async def main():
+        stopped = asyncio.Event()
+        connection = SimpleNamespace(connection_made=lambda transport: None, connection_lost=lambda error: None,
+                                     server=SimpleNamespace(stop=stopped.set))
+        source, end = os.pipe()
+        pipes = Pipes(asyncio.get_running_loop(), connection, source, end)
+        os.write(end, b"not read any more\n")
+        pipes.pause_reading()
+        pipes.abort()
+        os.close(end)
+        await asyncio.wait_for(stopped.wait(), TIMEOUT)
+        os.close(source)
+    asyncio.run(main())
+
+
+def test_a_full_disk_under_the_answers(moe_32):
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                                "-"], cwd=ROOT, input=b'{"id": 1, "prompt": "a", "max_new_tokens": 2}\n', stdout=full,
+                               stderr=subprocess.PIPE, timeout=TIMEOUT, check=False)
+    assert ended.returncode == 2 and re.fullmatch(
+        r"serving moe-32.bin on stdin\n\S+Z request id=1 .*\n"
+        r"stdout: No space left on device, expected to write the answers there; free some space\n", ended.stderr.decode())
 
 
 def test_a_signal_while_stdin_is_open(moe_32, engine):
@@ -341,6 +392,7 @@ def test_a_signal_lets_what_runs_finish(moe_32, tmp_path, engine, number):
             assert client.receive()["text"] == greedy(engine, "abc", 5)
             assert client.receive() is None and idle.receive() is None
         assert service.process.wait(TIMEOUT) == 0 and not service.path.exists()
+        assert re.search(r"^serving .*\nstopping: 2 requests to finish\n\S+Z request id=1 ", service.log)
 
 
 def test_what_the_time_to_drain_cuts(moe_32, tmp_path):
@@ -439,6 +491,15 @@ def test_places_that_are_taken(moe_32, service, tmp_path):
     assert "203.0.113.1:5: Cannot assign requested address, expected" in fails(moe_32, "--serve", "203.0.113.1:5")
 
 
+@pytest.mark.parametrize("host, shown", [("..", ".."), ("a..b", "a..b"), ("x" * 64, "x" * 64), (b"\xff", "\\udcff")])
+def test_hosts_that_are_no_names(moe_32, host, shown):
+    ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--http",
+                            (host if isinstance(host, bytes) else host.encode()) + b":8099"], cwd=ROOT, capture_output=True,
+                           timeout=TIMEOUT, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (2, b"", (
+        f"--http: {shown}:8099, expected a host's name with 1 to 63 characters between two dots; correct it\n"))
+
+
 @pytest.mark.parametrize("options, message", [
     (("--serve", "localhost"), "--serve: localhost, expected - or HOST:PORT or unix:PATH, with a port of 0 to 65535"),
     (("--serve", ":70000"), "--serve: :70000, expected - or HOST:PORT or unix:PATH, with a port of 0 to 65535"),
@@ -491,6 +552,26 @@ def test_sockets_of_systemd(moe_32, tmp_path):
                 assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
             assert service.metric("connections_total") == 2
             assert service.stop() == 0
+
+
+@pytest.mark.parametrize("count, kind, message", [
+    ("x", "stream", "LISTEN_FDS: x, expected the number of sockets passed, 0 to 9999; unset it"),
+    ("9" * 5000, "stream", f"LISTEN_FDS: {'9' * 80}, expected the number of sockets passed, 0 to 9999; unset it"),
+    ("99", "stream", ("--serve: descriptor 101 of LISTEN_FDS: Bad file descriptor, expected a listening socket there; correct "
+     "the .socket unit, or unset LISTEN_FDS")),
+    *(("1", kind, (f"--serve: descriptor 3 of LISTEN_FDS: {wrong}, expected a listening socket there; correct the .socket "
+       "unit, or unset LISTEN_FDS")) for kind, wrong in (
+          ("datagram", "not a listening stream socket of IP or Unix"), ("stream", "not a listening stream socket of IP or Unix"),
+          ("file", "Socket operation on non-socket")))])
+def test_what_systemd_did_not_pass(moe_32, count, kind, message):
+    script = ("import os, socket, sys\ncount, kind, *command = sys.argv[1:]\n"
+              "one = open('/dev/null') if kind == 'file' else socket.socket(type=socket.SOCK_DGRAM if kind == 'datagram' else "
+              "socket.SOCK_STREAM)\nos.dup2(one.fileno(), 3)\nos.set_inheritable(3, True)\n"
+              "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=count)\n"
+              "os.execv(sys.executable, [sys.executable, '-m', 'colibri.run', *command])")
+    ended = subprocess.run([sys.executable, "-c", script, count, kind, "--backend", "host", "--model", str(moe_32), "--serve",
+                            ":0"], cwd=ROOT, capture_output=True, timeout=TIMEOUT, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (2, b"", message + "\n")
 
 
 # Bare stacks, logs, time
