@@ -482,7 +482,7 @@ def check_sampler(sampler, prefix=""):
     for name, good, expected in (
             ("temperature", isinstance(temperature, Real) and 0 <= temperature <= 1e30, "0 (greedy) to 1e30"),
             ("top_k", isinstance(top_k, Integral) and 0 <= top_k < 1 << 31, "0 (all) to 2^31 - 1"),
-            ("top_p", isinstance(top_p, Real) and 0 < np.float32(top_p) and top_p <= 1, "more than 0 and at most 1"),
+            ("top_p", isinstance(top_p, Real) and 0 < top_p <= 1 and np.float32(top_p) > 0, "more than 0 and at most 1"),
             ("seed", isinstance(seed, Integral) and 0 <= seed < 1 << 64, "0 to 2^64 - 1")):
         if not good:
             label = prefix + (name.replace("_", "-") if prefix else name)

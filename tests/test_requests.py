@@ -73,6 +73,7 @@ BAD = [
     (b'"top_k": 1.5', "top_k: 1.5, expected 0 (all) to 2^31 - 1"),
     (b'"top_k": 2147483648', "top_k: 2147483648, expected 0 (all) to 2^31 - 1"),
     (b'"top_p": 0', "top_p: 0, expected more than 0 and at most 1"),
+    (b'"top_p": 1' + b"0" * 40, "top_p: a number of more than 64 bits, expected more than 0 and at most 1"),
     (b'"top_p": 1e-50', "top_p: 1e-50, expected more than 0 and at most 1"),  # 0 as float32
     (b'"top_p": 1.01', "top_p: 1.01, expected more than 0 and at most 1"),
     (b'"seed": -1', "seed: -1, expected 0 to 2^64 - 1"),
