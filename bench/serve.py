@@ -13,13 +13,11 @@ import json
 import selectors
 import shlex
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from bench.latency import numbers, plain
+from bench.service import Service, example_model
 from colibri.report import percentile
 
 COLUMNS = ["kind", "clients", "prefill_chunk", "tokens_per_s", "itl_p50_ms", "itl_p99_ms", "itl_p999_ms", "itl_max_ms",
@@ -30,9 +28,8 @@ NEW_TOKENS = 200
 class Client:
     """Sends a request as soon as the one before has ended, and notes when what arrives."""
 
-    def __init__(self, path, number, new_tokens, stream):
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(path)
+    def __init__(self, address, number, new_tokens, stream):
+        self.socket = socket.create_connection(address)
         self.number, self.new_tokens, self.stream = number, new_tokens, stream
         self.gaps, self.ttft, self.tokens, self.requests = [], [], 0, 0
         self.rest = b""
@@ -61,9 +58,9 @@ class Client:
         return False
 
 
-def load(path, num_clients, new_tokens, stream, seconds, every_second=lambda: None):
+def load(address, num_clients, new_tokens, stream, seconds, every_second=lambda: None):
     """Runs clients for so long, then leaves; returns them and the seconds that it took."""
-    clients = [Client(path, number, new_tokens, stream) for number in range(num_clients)]
+    clients = [Client(address, number, new_tokens, stream) for number in range(num_clients)]
     selector = selectors.DefaultSelector()
     for client in clients:
         selector.register(client.socket, selectors.EVENT_READ, client)
@@ -92,33 +89,16 @@ def figures(clients, seconds):
     return row
 
 
-class Server:
-    def __init__(self, options, chunk):
-        self._folder = tempfile.TemporaryDirectory()
-        self.path = f"{self._folder.name}/socket"
-        self.command = ["python", "-m", "colibri.run", "--model", options.model, *shlex.split(options.options)]
-        extra = ["--prefill-chunk", str(chunk)] if chunk else []
-        self._process = subprocess.Popen([sys.executable, *self.command[1:], "--serve", f"unix:{self.path}", *extra],
-                                         stderr=subprocess.PIPE, text=True)
-        said = next((line for line in self._process.stderr if line.startswith("serving ")), None)  # after what make says
-        assert said, "the server did not start"
-        self._drain = subprocess.Popen(["cat"], stdin=self._process.stderr, stdout=subprocess.DEVNULL)
-        load(self.path, 2, 20, False, 0.2)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self._process.terminate()
-        self._process.wait()
-        self._drain.wait()
-        self._folder.cleanup()
+def service(options, *more):
+    """The service with these options and more, its first steps, which make what later ones find, behind it."""
+    started = Service(example_model(options.model), *shlex.split(options.options), *more)
+    load(started.address, 2, 20, False, 0.2)
+    return started
 
 
-def long_prompts(path):
+def long_prompts(address):
     """A function that sends a prompt which fills the context, and leaves its answer unread until the next."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
+    connection = socket.create_connection(address)
     sent = []
 
     def send():
@@ -144,20 +124,18 @@ def main():
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     writer.writeheader()
 
-    def write(kind, server, row, chunk=None):
-        row = {"kind": kind, "prefill_chunk": chunk, **row, "command": " ".join(server.command)}
+    def write(kind, row, chunk=None):
+        row = {"kind": kind, "prefill_chunk": chunk, **row, "command": " ".join(["python -m bench.serve", *sys.argv[1:]])}
         writer.writerow({name: plain(value) if isinstance(value, float) else value for name, value in row.items()})
         sys.stdout.flush()
-    with Server(options, None) as server:
+    with service(options) as running:
         for num_clients in options.clients:
-            write("clients", server, figures(*load(server.path, num_clients, NEW_TOKENS, False, options.seconds)))
+            write("clients", figures(*load(running.address, num_clients, NEW_TOKENS, False, options.seconds)))
     for chunk in options.chunks:
-        with Server(options, chunk) as server:
-            for kind, every_second in (("alone", lambda: None), ("prompts", long_prompts(server.path))):
-                write(kind, server, figures(*load(server.path, 8, NEW_TOKENS, True, options.seconds, every_second)), chunk)
+        with service(options, "--prefill-chunk", chunk) as running:
+            for kind, every_second in (("alone", lambda: None), ("prompts", long_prompts(running.address))):
+                write(kind, figures(*load(running.address, 8, NEW_TOKENS, True, options.seconds, every_second)), chunk)
 
 
 if __name__ == "__main__":
-    if not Path(parse().model).exists():
-        sys.exit(f"{parse().model}: not found; make run converts the example model")
     main()
