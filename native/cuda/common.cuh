@@ -118,8 +118,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* Clusters: blocks that run at the same time and write into each other's shared memory, from sm_90 on. What a block
- * wrote before it arrived, all see once they have waited. */
+/* Clusters: blocks that run at the same time and write into each other's shared memory, from sm_90 on; before, each
+ * block is one. What a block wrote before it arrived, all see once they have waited. */
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -129,6 +129,8 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
 #endif
 }
 
@@ -140,6 +142,20 @@ template <typename T> __device__ __forceinline__ void store_to_first_block(T *sh
                  "mapa.shared::cluster.u32 address, %0, 0;\n"
                  "st.shared::cluster.b32 [address], %1;\n}" ::"r"(shared_address(shared)), "r"(*(uint32_t *)&value)
                  : "memory");
+#else
+    *shared = value;
+#endif
+}
+
+/* Makes what the cluster's first block has at `shared` at least `value`. */
+__device__ __forceinline__ void raise_in_first_block(int *shared, int value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n .reg .b32 address;\n"
+                 "mapa.shared::cluster.u32 address, %0, 0;\n"
+                 "red.relaxed.cluster.shared::cluster.max.s32 [address], %1;\n}" ::"r"(shared_address(shared)), "r"(value)
+                 : "memory");
+#else
+    atomicMax(shared, value);
 #endif
 }
 

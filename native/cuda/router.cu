@@ -1,10 +1,10 @@
 /* Routing: logits, each token's experts and their weights, and the lists that the expert products work from.
  *
  * The logits' sums are split over columns into slices that the shape fixes; router_kernel adds the slices in order and
- * routes, one warp a token. Order is (score descending, expert ascending) by a bitonic network over the warp's lanes,
- * on words of which the upper half is the score and the lower half tells the expert. One block goes on to build the
- * lists: the first of a cluster, or the one that is done last. For few tokens one kernel does all, a cluster whose
- * blocks have a slice each and hand their sums to the first one's shared memory. */
+ * routes, one warp a token. Order is (score descending, expert ascending): the warp takes the best one out K times, each
+ * by two reductions over its lanes. One block goes on to build the lists: the first of a cluster, or the one that is
+ * done last. For few tokens one kernel does all, a cluster whose blocks have a slice each and hand their sums to the
+ * first one's shared memory. */
 #include "moe.cuh"
 
 namespace {
@@ -16,11 +16,9 @@ constexpr int VECTOR = HIDDEN % 4 == 0 && LANE_COLUMNS % 4 == 0 ? 4 : HIDDEN % 2
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);    /* experts of a lane: lane, lane + 32, ... */
 constexpr int GROUP_SIZE = NUM_EXPERTS / NUM_GROUPS;
 constexpr int GROUPS_PER_LANE = ceil_div(NUM_GROUPS, 32);
-constexpr int WARPS = 16;                              /* of router_kernel: tokens of a block */
+constexpr int WARPS = 2 * LOGIT_WARPS;                 /* of a block that routes */
 constexpr int CLUSTER_BLOCKS = CUDA_ARCH >= 90 ? 8 : 1; /* at most: a GPU need not have more */
 constexpr float INFINITE = __builtin_huge_valf();
-
-using Key = unsigned long long;
 
 /* Where in a slice of columns the lane's first of each VECTOR neighbours are. */
 __device__ int lane_column(int slice, int warp, int i) {
@@ -126,51 +124,34 @@ __device__ uint32_t orderable(float score) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* Words of one score differ in the index, lower first; the word 0, an index's that does not exist, comes last. */
-__device__ Key key_of(float score, int index) { return (Key)orderable(score) << 32 | (uint32_t)~index; }
-__device__ int index_of(Key key) { return (int)~(uint32_t)key; }
-__device__ bool can_be_chosen(Key key) { return key >> 32 != 0; }
-
-__device__ __forceinline__ Key larger(Key a, Key b) { return a > b ? a : b; }
-__device__ __forceinline__ Key smaller(Key a, Key b) { return a > b ? b : a; }
-
-/* Of lanes i and i ^ stride, the lower one keeps the larger key where `descending`. */
-__device__ __forceinline__ Key exchange(Key key, int stride, bool descending) {
-    Key other = __shfl_xor_sync(~0u, key, stride);
-    bool is_lower = (threadIdx.x & stride) == 0;
-    return is_lower == descending ? larger(key, other) : smaller(key, other);
+/* Takes the best out of the warp's words and returns its index, in every lane: of the largest words the one with the
+ * lowest index. A lane's words are those with the indices lane, lane + 32, ... What is taken becomes 0, and so is what
+ * cannot be chosen: `best` is 0 where nothing else is left. */
+template <int COUNT> __device__ __forceinline__ int take_best(uint32_t (&words)[COUNT], uint32_t &best) {
+    int lane = threadIdx.x % 32, index = COUNT * 32;
+    best = 0;
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) best = max(best, words[j]);
+    best = __reduce_max_sync(~0u, best);
+#pragma unroll
+    for (int j = COUNT - 1; j >= 0; j--)
+        if (words[j] == best) index = lane + j * 32;
+    index = __reduce_min_sync(~0u, index);
+#pragma unroll
+    for (int j = 0; j < COUNT; j++)
+        if (lane + j * 32 == index) words[j] = 0;
+    return index;
 }
 
-template <int COUNT> __device__ __forceinline__ void merge_stage(Key (&keys)[COUNT], int size) {
-    bool descending = size == 32 || (threadIdx.x & size) == 0;
+/* A lane's value of index lane + j * 32, j = index / 32, from the lane that has it. */
+template <int COUNT> __device__ __forceinline__ float value_of(const float (&values)[COUNT], int index) {
+    float found = 0.0f;
 #pragma unroll
-    for (int stride = size / 2; stride > 0; stride /= 2)
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) keys[i] = exchange(keys[i], stride, descending);
-}
-
-/* Of two descending runs, one reversed, the larger of each two keys are the best 32, and they form a bitonic run. */
-template <int COUNT> __device__ Key merge_runs(const Key (&runs)[COUNT]) {
-    if constexpr (COUNT == 1) {
-        return runs[0];
-    } else {
-        constexpr int HALF = (COUNT + 1) / 2;
-        Key merged[HALF];
-#pragma unroll
-        for (int i = 0; i < HALF; i++) {
-            merged[i] = runs[i];
-            if (i + HALF < COUNT) merged[i] = larger(runs[i], __shfl_xor_sync(~0u, runs[i + HALF], 31));
-        }
-        merge_stage(merged, 32);
-        return merge_runs(merged);
+    for (int j = 0; j < COUNT; j++) {
+        float value = __shfl_sync(~0u, values[j], index % 32);
+        if (index / 32 == j) found = value;
     }
-}
-
-/* The 32 largest of the warp's keys, largest first, a lane each. */
-template <int COUNT> __device__ Key best_of(Key (&keys)[COUNT]) {
-#pragma unroll
-    for (int size = 2; size <= 32; size *= 2) merge_stage(keys, size);
-    return merge_runs(keys);
+    return found;
 }
 
 /* exp(shift) times the sigmoid, without overflow or needless underflow. */
@@ -239,27 +220,17 @@ __device__ void limit_groups(float (&score)[PER_LANE]) {
     for (int j = 0; j < PER_LANE; j++)
         if (lane + j * 32 < NUM_EXPERTS) scores[lane + j * 32] = score[j];
     __syncwarp();
-    Key keys[GROUPS_PER_LANE];
+    uint32_t words[GROUPS_PER_LANE], best;
     bool allowed[PER_LANE] = {};
 #pragma unroll
     for (int i = 0; i < GROUPS_PER_LANE; i++) {
         int group = lane + i * 32;
-        keys[i] = group < NUM_GROUPS ? key_of(group_score(scores, group), group) : 0;
+        words[i] = group < NUM_GROUPS ? orderable(group_score(scores, group)) : 0;
     }
-    /* More groups than lanes may be allowed, so the best are taken out one sort at a time. */
-    for (int taken = 0; taken < TOPK_GROUPS; taken += 32) {
-        Key sorted[GROUPS_PER_LANE];
+    for (int i = 0; i < TOPK_GROUPS; i++) {
+        int group = take_best(words, best);
 #pragma unroll
-        for (int i = 0; i < GROUPS_PER_LANE; i++) sorted[i] = keys[i];
-        Key best = best_of(sorted);
-        for (int i = 0; i < 32 && taken + i < TOPK_GROUPS; i++) {
-            int group = index_of(__shfl_sync(~0u, best, i));
-#pragma unroll
-            for (int j = 0; j < PER_LANE; j++) allowed[j] |= (lane + j * 32) / GROUP_SIZE == group;
-#pragma unroll
-            for (int j = 0; j < GROUPS_PER_LANE; j++)
-                if (lane + j * 32 == group) keys[j] = 0;
-        }
+        for (int j = 0; j < PER_LANE; j++) allowed[j] |= (lane + j * 32) / GROUP_SIZE == group;
     }
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
@@ -289,37 +260,16 @@ __device__ float weigh(float chosen, const float (&logits)[PER_LANE], float rout
     return weight / total * routed_scaling;
 }
 
-/* ROUTER_SPARSEMIXER: the largest logit, then the largest of the others, in lanes 0 and 1; each one's weight is by a
- * softmax over those of what is left whose logits lie near it. */
-__device__ Key sparsemix(const float (&logits)[PER_LANE], float jitter, float &weight) {
-    int lane = threadIdx.x % 32, first = NUM_EXPERTS;
-    Key chosen = 0;
-    for (int slot = 0; slot < 2; slot++) {
-        Key best = 0;
+/* The weight of the expert that ROUTER_SPARSEMIXER has just chosen for its logit, in every lane: by a softmax over those
+ * left whose logits lie near it. `first` is the one that was chosen before, or none. */
+__device__ float sparsemix(const float (&logits)[PER_LANE], int chosen, int first, float jitter) {
+    float largest = value_of(logits, chosen), total = 0.0f;
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            int e = lane + j * 32;
-            if (e < NUM_EXPERTS && e != first) best = larger(best, key_of(logits[j], e));
-        }
-        for (int offset = 16; offset > 0; offset /= 2) best = larger(best, __shfl_xor_sync(~0u, best, offset));
-        float largest = -INFINITE, total = 0.0f;
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++)
-            if (lane + j * 32 == index_of(best)) largest = logits[j];
-        largest = __shfl_sync(~0u, largest, index_of(best) % 32);
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            bool is_far = (largest - logits[j]) / fmaxf(fabsf(logits[j]), largest) > 2.0f * jitter; /* 0/0 is not */
-            if (!is_far && lane + j * 32 != first) total += expf(logits[j] - largest);
-        }
-        total = warp_sum(total);
-        if (lane == slot) {
-            chosen = best;
-            weight = 1.0f / total;
-        }
-        first = index_of(best);
+    for (int j = 0; j < PER_LANE; j++) {
+        bool is_far = (largest - logits[j]) / fmaxf(fabsf(logits[j]), largest) > 2.0f * jitter; /* 0/0 is not */
+        if (!is_far && threadIdx.x % 32 + j * 32 != first) total += expf(logits[j] - largest);
     }
-    return chosen;
+    return 1.0f / warp_sum(total);
 }
 
 /* What the routing of a layer reads and writes besides the scratch. */
@@ -344,7 +294,7 @@ struct Choice {
 template <int ROWS>
 __device__ Choice route_token(const Routing &r, const float (*partials)[ROWS][NUM_EXPERTS], int token) {
     int lane = threadIdx.x % 32;
-    Choice choice;
+    Choice choice = {};
     float (&logits)[PER_LANE] = choice.logits, score[PER_LANE];
     bool is_bad = false;
 #pragma unroll
@@ -361,29 +311,32 @@ __device__ Choice route_token(const Routing &r, const float (*partials)[ROWS][NU
         if (e >= NUM_EXPERTS) logits[j] = -INFINITE;
         is_bad |= !(logits[j] < INFINITE);
     }
-    Key best;
-    float &weight = choice.weight = 0.0f;
-    if constexpr (ROUTER_KIND == ROUTER_SPARSEMIXER) {
-        best = sparsemix(logits, r.jitter, weight);
-    } else {
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) score[j] = logits[j];
+    if (ROUTER_KIND != ROUTER_SPARSEMIXER) {
         choice_scores(score, logits, r.bias);
 #pragma unroll
         for (int j = 0; j < PER_LANE; j++) is_bad |= !(score[j] < INFINITE); /* a bias can be what is NaN or inf */
         if constexpr (NUM_GROUPS > 1) limit_groups(score);
-        Key keys[PER_LANE];
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++) keys[j] = lane + j * 32 < NUM_EXPERTS ? key_of(score[j], lane + j * 32) : 0;
-        best = best_of(keys);
-        float chosen = -INFINITE;
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            float logit = __shfl_sync(~0u, logits[j], index_of(best) & 31);
-            if (index_of(best) / 32 == j) chosen = logit;
-        }
-        weight = weigh(chosen, logits, r.routed_scaling, r.renormalize_min);
     }
-    choice.expert = index_of(best);
-    choice.is_bad = __any_sync(~0u, is_bad || (lane < K && !can_be_chosen(best)));
+    uint32_t words[PER_LANE], best;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) words[j] = lane + j * 32 < NUM_EXPERTS ? orderable(score[j]) : 0;
+    int first = NUM_EXPERTS;
+#pragma unroll
+    for (int slot = 0; slot < K; slot++) {
+        int expert = take_best(words, best);
+        is_bad |= best == 0;
+        if (lane == slot) choice.expert = expert;
+        if constexpr (ROUTER_KIND == ROUTER_SPARSEMIXER) {
+            float weight = sparsemix(logits, expert, first, r.jitter);
+            if (lane == slot) choice.weight = weight;
+            first = expert;
+        }
+    }
+    if (ROUTER_KIND != ROUTER_SPARSEMIXER)
+        choice.weight = weigh(value_of(logits, choice.expert), logits, r.routed_scaling, r.renormalize_min);
+    choice.is_bad = __any_sync(~0u, is_bad);
     return choice;
 }
 
@@ -398,15 +351,18 @@ __device__ void store_choice(const State &s, int token, const Choice &choice) {
     }
 }
 
-/* A fault is MAX_TOKENS minus the lowest token at fault, or 0: a block's. */
-__device__ int block_fault(bool is_bad, int token) {
-    __shared__ int highest;
-    if (!__syncthreads_or(is_bad)) return 0;
-    if (threadIdx.x == 0) highest = 0;
-    __syncthreads();
-    if (is_bad) atomicMax(&highest, MAX_TOKENS - token);
-    __syncthreads();
-    return highest;
+/* What the blocks of a step find out together, in the shared memory of the one that goes on alone. */
+struct Lists {
+    int fault;                           /* MAX_TOKENS minus the lowest token whose logits allow no choice, or 0 */
+    int totals[NUM_EXPERTS];             /* assignments */
+    int starts[NUM_EXPERTS];             /* each expert's next assignment's place */
+    uint32_t takers[WARPS][NUM_EXPERTS]; /* bit l of warp w: that its lane l has an assignment of the expert */
+};
+
+__device__ void clear(Lists &lists) {
+    if (threadIdx.x == 0) lists.fault = 0;
+    for (int e = threadIdx.x; e < NUM_EXPERTS; e += WARPS * 32) lists.totals[e] = 0;
+    for (int e = threadIdx.x % 32; e < NUM_EXPERTS; e += 32) lists.takers[threadIdx.x / 32][e] = 0;
 }
 
 /* Makes a fault known to the host, unless an earlier layer's is. By one thread. */
@@ -419,36 +375,17 @@ __device__ void report_fault(const Routing &r, int fault) {
     batch->fault = FAULT_ROUTER_LOGIT;
 }
 
-/* Walks warp w's range of the assignments, whose experts are `ids` where a block's shared memory has them all;
- * counts[w][e] is how many of them so far are expert e's. With `write`, each is put into its place: where its expert's
- * begin, plus those of the ranges before, plus those before it in the range. */
-template <bool write>
-__device__ void walk_range(const State &s, const int *ids, int (*counts)[NUM_EXPERTS], const int *starts, int begin,
-                           int end) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int first = begin; first < end; first += 32) {
-        int i = first + lane;
-        int expert = i < end ? (ids ? ids[i] : __ldcg(&s.expert_ids[i])) : NUM_EXPERTS;
-        unsigned peers = __match_any_sync(~0u, expert);
-        int rank = __popc(peers & ((1u << lane) - 1)), count = i < end ? counts[warp][expert] : 0;
-        __syncwarp();
-        if (write && i < end) s.assignments[starts[expert] + count + rank] = i;
-        if (i < end && rank == 0) counts[warp][expert] = count + __popc(peers);
-        __syncwarp();
-    }
-}
-
 constexpr unsigned ACTIVE = 1 << 23; /* one expert, counted in the same word as assignments */
 static_assert(MAX_TOKENS * K < ACTIVE, "too many assignments to count beside the experts");
 
-/* From totals of the experts, by one warp: where each one's assignments start, and the list of those that have any. */
-__device__ void list_experts(const State &s, const int *totals, int *starts, bool counted) {
+/* From the experts' totals, by one warp: where each one's assignments start, and the list of those that have any. */
+__device__ void list_experts(const State &s, Lists &lists, bool counted) {
     int lane = threadIdx.x % 32, total[PER_LANE];
     unsigned own = 0;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
         int e = lane * PER_LANE + j;
-        total[j] = e < NUM_EXPERTS ? totals[e] : 0;
+        total[j] = e < NUM_EXPERTS ? lists.totals[e] : 0;
         own += total[j] + (total[j] > 0 ? ACTIVE : 0);
     }
     unsigned up_to = own;
@@ -461,7 +398,7 @@ __device__ void list_experts(const State &s, const int *totals, int *starts, boo
     for (int j = 0; j < PER_LANE; j++) {
         int e = lane * PER_LANE + j;
         if (e >= NUM_EXPERTS) break;
-        starts[e] = start;
+        lists.starts[e] = start;
         s.expert_offsets[e] = start;
         if (total[j] > 0) s.active_experts[num_active++] = e;
         start += total[j];
@@ -469,157 +406,117 @@ __device__ void list_experts(const State &s, const int *totals, int *starts, boo
     if (lane == 31) {
         s.expert_offsets[NUM_EXPERTS] = up_to % ACTIVE;
         *s.num_active = up_to / ACTIVE;
-        if (counted) *s.experts_read += up_to / ACTIVE;
+        if (counted) atomicAdd((unsigned long long *)s.experts_read, up_to / ACTIVE);
     }
 }
 
-/* Sorts the assignments by expert, then by token: counts each warp's range, finds where every expert and range begins,
- * then puts each assignment into its place. By one block. */
-__device__ void dispatch(const Routing &r, const int *ids, int num_tokens) {
-    const State &s = r.state;
-    __shared__ int counts[WARPS][NUM_EXPERTS], totals[NUM_EXPERTS], starts[NUM_EXPERTS];
-    int warp = threadIdx.x / 32, range = (num_tokens * K + WARPS - 1) / WARPS;
-    int begin = min(warp * range, num_tokens * K), end = min(begin + range, num_tokens * K);
-    for (int e = threadIdx.x % 32; e < NUM_EXPERTS; e += 32) counts[warp][e] = 0;
-    __syncwarp();
-    walk_range<false>(s, ids, counts, starts, begin, end);
+/* Moves the experts' starts past the round's assignments. */
+__device__ void end_round(Lists &lists) {
     __syncthreads();
-    for (int e = threadIdx.x; e < NUM_EXPERTS; e += WARPS * 32) {
-        int total = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            int count = counts[w][e];
-            counts[w][e] = total; /* of the ranges before */
-            total += count;
-        }
-        totals[e] = total;
-    }
-    __syncthreads();
-    if (warp == 0) list_experts(s, totals, starts, r.counted);
-    __syncthreads();
-    walk_range<true>(s, ids, counts, starts, begin, end);
     for (int e = threadIdx.x; e < NUM_EXPERTS; e += WARPS * 32)
-        if (r.counted && totals[e]) s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + e] += totals[e];
-}
-
-constexpr int FEW = 64; /* assignments */
-constexpr int LOOKING_WARPS = ceil_div(max_of(NUM_EXPERTS, FEW), 32);
-static_assert(NUM_EXPERTS <= WARPS * 32, "an expert a thread");
-
-/* The same where they are few: thread i looks at them all, to find where expert i's begin and assignment i's place. */
-__device__ void dispatch_few(const Routing &r, const int *ids, int count) {
-    __shared__ unsigned active[WARPS];
-    const State &s = r.state;
-    int i = threadIdx.x, own = i < count ? ids[i] : 0, start = 0, total = 0, place = 0;
-    if (i / 32 < LOOKING_WARPS)
-        for (int j = 0; j < count; j++) {
-            int id = ids[j];
-            start += id < i;
-            total += id == i;
-            place += id < own || (id == own && j < i);
+        for (int w = 0; w < WARPS; w++) {
+            lists.starts[e] += __popc(lists.takers[w][e]);
+            lists.takers[w][e] = 0;
         }
-    if (i < count) s.assignments[place] = i;
-    unsigned peers = __ballot_sync(~0u, total > 0);
-    if (i % 32 == 0) active[i / 32] = peers;
     __syncthreads();
-    if (i >= NUM_EXPERTS) return;
-    int num_active = __popc(peers & ((1u << i % 32) - 1));
-    for (int w = 0; w < i / 32; w++) num_active += __popc(active[w]);
-    s.expert_offsets[i] = start;
-    if (total > 0) s.active_experts[num_active++] = i;
-    if (r.counted && total > 0) s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + i] += total;
-    if (i != NUM_EXPERTS - 1) return;
-    s.expert_offsets[NUM_EXPERTS] = count;
-    *s.num_active = num_active;
-    if (r.counted) *s.experts_read += num_active;
 }
 
-/* True in the last block to get here, where `fault` becomes all blocks', and what the others wrote can be read. */
-__device__ bool is_last_block(MoeScratch *scratch, int &fault) {
+/* Sorts `count` assignments by expert, then by token; `ids` are their experts where a block's shared memory has them
+ * all. By one block, whose lists are clear; an assignment's place is its expert's start plus those before it, which
+ * the takers' bits tell, a round of a thread each at a time. (The atomics are on integers: their order is no matter.) */
+__device__ void dispatch(const Routing &r, Lists &lists, const int *ids, int count) {
+    const State &s = r.state;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < count; i += WARPS * 32)
+        atomicAdd(&lists.totals[ids ? ids[i] : __ldcg(&s.expert_ids[i])], 1);
+    for (int first = 0;; first += WARPS * 32) {
+        int i = first + threadIdx.x, expert = 0;
+        if (i < count) {
+            expert = ids ? ids[i] : __ldcg(&s.expert_ids[i]);
+            atomicOr(&lists.takers[warp][expert], 1u << lane);
+        }
+        __syncthreads();
+        if (first == 0) {
+            if (warp == 0) list_experts(s, lists, r.counted);
+            __syncthreads();
+        }
+        if (i < count) {
+            int place = lists.starts[expert] + __popc(lists.takers[warp][expert] & ((1u << lane) - 1));
+            for (int w = 0; w < warp; w++) place += __popc(lists.takers[w][expert]);
+            s.assignments[place] = i;
+        }
+        if (first + WARPS * 32 >= count) break;
+        end_round(lists);
+    }
+    for (int e = threadIdx.x; e < NUM_EXPERTS && r.counted; e += WARPS * 32)
+        if (lists.totals[e])
+            atomicAdd((unsigned long long *)&s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + e], lists.totals[e]);
+}
+
+/* True in the last block to get here, whose fault becomes all blocks', and where what the others wrote can be read. */
+__device__ bool is_last_block(MoeScratch *scratch, Lists &lists) {
     __shared__ int arrived;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        if (fault) atomicMax(&scratch->fault, fault);
+        if (lists.fault) atomicMax(&scratch->fault, lists.fault);
         __threadfence();
         arrived = atomicAdd(&scratch->routed_blocks, 1) + 1;
     }
     __syncthreads();
     if (arrived != (int)gridDim.x) return false;
     __threadfence();
-    fault = __ldcg(&scratch->fault);
-    __syncthreads();
-    if (threadIdx.x == 0) scratch->routed_blocks = scratch->fault = 0; /* for the next layer */
+    if (threadIdx.x == 0) {
+        lists.fault = __ldcg(&scratch->fault);
+        scratch->routed_blocks = scratch->fault = 0; /* for the next layer */
+    }
     return true;
 }
 
-/* Stores what a warp has chosen. True in the block that goes on when all are done, where `fault` becomes all blocks'.
- * Blocks of a cluster hand the experts over in the first one's `ids` and go on there; what they store in the device's
- * memory is not waited for. */
-__device__ bool publish(const Routing &r, MoeScratch *scratch, int *ids, const Choice &choice, int token, bool is_token,
-                        int &fault) {
-    __shared__ int faults[CLUSTER_BLOCKS];
-    bool is_slot = is_token && threadIdx.x % 32 < K;
-    int *place = ids + token * K + threadIdx.x % 32;
-    if (gridDim.x > CLUSTER_BLOCKS) {
-        if (is_token) store_choice(r.state, token, choice);
-        return is_last_block(scratch, fault);
-    }
-    if (gridDim.x == 1) {
-        if (is_slot) *place = choice.expert;
-        if (is_token) store_choice(r.state, token, choice);
-        __syncthreads();
-        return true;
-    }
-    cluster_wait(); /* the first block has begun, and has its shared memory */
-    if (is_slot) store_to_first_block(place, choice.expert);
-    if (threadIdx.x == 0) store_to_first_block(&faults[blockIdx.x], fault);
-    cluster_arrive();
-    if (is_token) store_choice(r.state, token, choice);
-    cluster_wait();
-    for (int i = 0; i < gridDim.x && blockIdx.x == 0; i++) fault = max(fault, faults[i]);
-    return blockIdx.x == 0;
-}
-
-/* A warp a row. As many blocks as fit are a cluster, whose first block has all experts in its shared memory. */
+/* A warp a row. As many blocks as fit are a cluster, whose first block is handed all experts and goes on; what the
+ * others store in the device's memory is not waited for. */
 __global__ void __launch_bounds__(WARPS * 32)
 router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_rows) {
+    __shared__ Lists lists;
     __shared__ int ids[CLUSTER_BLOCKS * WARPS * K];
     bool is_cluster = gridDim.x <= CLUSTER_BLOCKS;
-    if (is_cluster && gridDim.x > 1) cluster_arrive();
+    clear(lists);
+    cluster_arrive();
     pdl_wait();
     pdl_trigger();
-    int num_tokens = r.batch->num_tokens, token = blockIdx.x * WARPS + threadIdx.x / 32;
+    int num_tokens = r.batch->num_tokens, lane = threadIdx.x % 32;
+    int token = blockIdx.x * WARPS + threadIdx.x / 32;
     Choice choice = {};
     if (token < num_rows) choice = route_token(r, scratch->partial_logits, token);
     bool is_token = token < num_tokens;
-    int fault = block_fault(is_token && choice.is_bad, token);
-    if (!publish(r, scratch, ids, choice, token, is_token, fault)) return;
-    if (is_cluster && num_tokens * K <= FEW)
-        dispatch_few(r, ids, num_tokens * K);
-    else
-        dispatch(r, is_cluster ? ids : nullptr, num_tokens);
-    if (fault && threadIdx.x == 0) report_fault(r, fault);
+    cluster_wait(); /* the first block has begun, and its lists are clear */
+    if (is_token && choice.is_bad && lane == 0) raise_in_first_block(&lists.fault, MAX_TOKENS - token);
+    if (is_token && is_cluster && lane < K) store_to_first_block(&ids[token * K + lane], choice.expert);
+    if (is_cluster) cluster_arrive();
+    if (is_token) store_choice(r.state, token, choice);
+    if (is_cluster) cluster_wait();
+    if (is_cluster ? blockIdx.x != 0 : !is_last_block(scratch, lists)) return;
+    dispatch(r, lists, is_cluster ? ids : nullptr, num_tokens * K);
+    if (threadIdx.x == 0 && lists.fault) report_fault(r, lists.fault);
 }
 
 /* For few tokens all in one: a cluster of which a block or two have a slice of the columns, and the first routes. */
-constexpr int SMALL_WARPS = 2 * LOGIT_WARPS; /* two groups of 16 experts at a time */
-static_assert(SMALL_WARPS <= WARPS, "the lists' shared memory is for so many warps");
 constexpr int SHARES = NUM_EXPERTS > 64 && (CUDA_ARCH == 90 || CUDA_ARCH == 100) ? 2 : 1; /* of a slice's experts */
 constexpr int LOGIT_GROUPS = ceil_div(NUM_EXPERTS, 2 * SHARES * LOGIT_EXPERTS);           /* of a warp */
 constexpr int SMALL_TOKENS = 4;
 constexpr bool FITS_CLUSTER = LOGIT_SLICES <= CLUSTER_BLOCKS && LOGIT_GROUPS <= 4 && /* in shared memory */
                               LOGIT_GROUPS * LANE_COLUMNS <= 16;                      /* and in 64 registers */
-static_assert(SMALL_TOKENS * K <= FEW, "few assignments");
 
 template <int TOKENS>
-__global__ void __launch_bounds__(SMALL_WARPS * 32)
+__global__ void __launch_bounds__(WARPS * 32)
 small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, const float *x, const float *router,
                     int num_rows) {
     constexpr int EXPERTS = LOGIT_GROUPS * 2 * LOGIT_EXPERTS; /* of a share */
     __shared__ alignas(16) float sums[LOGIT_GROUPS * 2][LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
     __shared__ float partials[LOGIT_SLICES][TOKENS][NUM_EXPERTS]; /* the first block's */
+    __shared__ Lists lists;
     __shared__ int ids[TOKENS * K];
+    clear(lists);
     cluster_arrive();
     int warp = threadIdx.x / 32, part = warp % LOGIT_WARPS, slice = blockIdx.x / SHARES;
     int first = blockIdx.x % SHARES * EXPERTS;
@@ -635,7 +532,7 @@ small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, cons
     for (int g = 0; g < LOGIT_GROUPS; g++) add_columns(sums[g * 2 + warp / LOGIT_WARPS][part], weight[g], value);
     __syncthreads();
     cluster_wait(); /* the first block has begun, and has its shared memory */
-    for (int i = threadIdx.x; i < TOKENS * EXPERTS; i += SMALL_WARPS * 32) {
+    for (int i = threadIdx.x; i < TOKENS * EXPERTS; i += WARPS * 32) {
         int t = i / EXPERTS, e = i % EXPERTS;
         float total = 0.0f;
 #pragma unroll
@@ -646,14 +543,15 @@ small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, cons
     cluster_wait();
     pdl_trigger(); /* here, for blocks that come earlier find these SMs full, and crowd on others */
     if (blockIdx.x != 0) return;
-    Choice choice = {};
-    bool is_token = warp < num_tokens;
-    if (warp < TOKENS && is_token) choice = route_token(r, partials, warp);
-    if (is_token && threadIdx.x % 32 < K) ids[warp * K + threadIdx.x % 32] = choice.expert;
-    int fault = block_fault(choice.is_bad, warp);
-    if (is_token) store_choice(r.state, warp, choice);
-    dispatch_few(r, ids, num_tokens * K);
-    if (fault && threadIdx.x == 0) report_fault(r, fault);
+    if (warp < TOKENS && warp < num_tokens) {
+        Choice choice = route_token(r, partials, warp);
+        if (threadIdx.x % 32 < K) ids[warp * K + threadIdx.x % 32] = choice.expert;
+        if (choice.is_bad && threadIdx.x % 32 == 0) atomicMax(&lists.fault, MAX_TOKENS - warp);
+        store_choice(r.state, warp, choice);
+    }
+    __syncthreads();
+    dispatch(r, lists, ids, num_tokens * K);
+    if (threadIdx.x == 0 && lists.fault) report_fault(r, lists.fault);
 }
 
 template <bool FITS>
@@ -661,7 +559,7 @@ int launch_small(Model *m, int num_rows, const Routing &routing, const float *ro
     if constexpr (FITS) {
         auto kernel = num_rows == 1 ? small_router_kernel<1> : small_router_kernel<SMALL_TOKENS>;
         constexpr int BLOCKS = LOGIT_SLICES * SHARES;
-        return launch_clusters(m, "small_router", kernel, BLOCKS, BLOCKS, SMALL_WARPS * 32, 0, routing, moe(m), input,
+        return launch_clusters(m, "small_router", kernel, BLOCKS, BLOCKS, WARPS * 32, 0, routing, moe(m), input,
                                router, num_rows);
     }
     return 0;
