@@ -41,6 +41,7 @@ SHAPES = {
     "32x2-1024-1792": {"num_experts": 32, "k": 2, "hidden": 1024, "ffn": 1792, "num_layers": 8},
     "dense-4096": {"num_experts": 32, "k": 2, "hidden": 4096, "ffn": 64, "num_layers": 4, "num_heads": 32,
                    "num_kv_heads": 8, "head_dim": 128, "vocab_size": 32000},
+    "mlp-4096-14336": {"num_experts": 32, "k": 2, "hidden": 4096, "ffn": 64, "shared_ffn": 14336, "num_layers": 4},
     "example": {"num_experts": 32, "k": 2, "hidden": 128, "ffn": 96, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4,
                 "head_dim": 16, "vocab_size": 256},
 }
@@ -267,7 +268,8 @@ BLOCK = ["router", "experts_up", "experts_down", "combine"]
 MOE_OPS = {"block": BLOCK, "single": BLOCK, "router": ["router"], "select": [],
            "experts_up": ["experts_up"], "experts_down": ["experts_down"], "combine": ["combine"]}
 DENSE_OPS = {name: [name] for name in ("norm", "qkv", "rope", "attention", "attention_out", "gather_norm", "lm_head")}
-OPS = {**MOE_OPS, **DENSE_OPS}
+MLP_OPS = {"mlp": ["mlp"]}
+OPS = {**MOE_OPS, **DENSE_OPS, **MLP_OPS}
 MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1}
 
 
@@ -283,7 +285,7 @@ def work(config, op, tokens, experts):
         kept = tokens if tokens > NUM_SLOTS else tokens * POSITIONS
         return kept * kv_width * 2 * 4, 4 * tokens * seen * width
     elements = {"qkv": (width + 2 * kv_width) * hidden, "attention_out": hidden * width,
-                "lm_head": config["vocab_size"] * hidden}.get(op, 0)
+                "lm_head": config["vocab_size"] * hidden, "mlp": 3 * hidden * config.get("shared_ffn", 0)}.get(op, 0)
     return elements * 2, 2 * tokens * elements
 
 
@@ -344,7 +346,7 @@ def main():
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--tokens", default="1,4,16,32")
     parser.add_argument("--extra", default="")
-    parser.add_argument("--ops", help=f"of {', '.join(OPS)}; default: the dense ones for shapes with attention, else the MoE's")
+    parser.add_argument("--ops", help=f"of {', '.join(OPS)}; default: those that the shape is for")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     rows, token_counts = [], [*map(int, arguments.tokens.split(","))]
@@ -357,7 +359,8 @@ def main():
             if product:
                 rows.append(("ceiling", "product", f"{product / 1e12:.0f}", "TFLOP/s"))
             print(*(f"{name} {value} {unit}" for _, name, value, unit in rows), sep=", ")
-        ops = arguments.ops.split(",") if arguments.ops else DENSE_OPS if bench.config["num_heads"] > 1 else MOE_OPS
+        own = MLP_OPS if "shared_ffn" in bench.config else DENSE_OPS if bench.config["num_heads"] > 1 else MOE_OPS
+        ops = arguments.ops.split(",") if arguments.ops else own
         for tokens in token_counts:
             rows += measure_shape(bench, shape, tokens, ops, read, product)
         bench.close()
