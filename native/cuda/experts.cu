@@ -47,7 +47,7 @@ struct Job {
     Swiglu swiglu;
     const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
     const int32_t *assignments; /* (num_tokens * K) */
-    float *partials;            /* (SPLITS, DECODE_ASSIGNMENTS, PANELS * PANEL_ROWS) */
+    float *partials;            /* (SPLITS, ASSIGNMENTS, PANELS * PANEL_ROWS) */
     int32_t *arrived;           /* (tiles, PANELS) */
     int32_t *next_item;         /* the first that no block has taken, apart from each one's first */
     int32_t *done_blocks;
@@ -238,7 +238,7 @@ __device__ void add_parts(const Shared &s, const Job &job, const Cursor<P> &at, 
         float part[P::SPLITS], sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < P::SPLITS; i++)
-            part[i] = __ldcg(&parts[((int64_t)i * DECODE_ASSIGNMENTS + token) * ROWS + row]);
+            part[i] = __ldcg(&parts[((int64_t)i * P::ASSIGNMENTS + token) * ROWS + row]);
 #pragma unroll
         for (int i = 0; i < P::SPLITS; i++) sum += part[i];
         return sum;
@@ -260,7 +260,7 @@ template <class P> __device__ void finish_items(Shared &s, const Job &job, int n
                 write_outputs<P>(job, tile.expert, at.panel, count, s.assignments + tile.first + first,
                                  [&](int token, int row) { return add_warps(s, token, row); });
             } else {
-                float *part = job.partials + ((int64_t)at.split * DECODE_ASSIGNMENTS + tile.first + first) * ROWS;
+                float *part = job.partials + ((int64_t)at.split * P::ASSIGNMENTS + tile.first + first) * ROWS;
                 for (int i = threadIdx.x % 32; i < count * PANEL_ROWS; i += 32)
                     part[i / PANEL_ROWS * ROWS + at.panel * PANEL_ROWS + i % PANEL_ROWS] =
                         add_warps(s, i / PANEL_ROWS, i % PANEL_ROWS);
@@ -275,7 +275,7 @@ template <class P> __device__ void finish_items(Shared &s, const Job &job, int n
 template <class P>
 __device__ __forceinline__ void refill(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
     bool wanted = ahead.item < num_items;
-    int index = wanted ? ahead.panel * NUM_EXPERTS + s.tiles[ahead.tile].expert : 0;
+    int index = wanted ? ahead.panel * P::EXPERTS + s.tiles[ahead.tile].expert : 0;
     ring.fill(job.panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
     ahead.chunk += WARPS;
     ahead.settle(s, job, num_items);
@@ -380,16 +380,16 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
 }
 
 template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *weights, const float *bias,
-                                     const float *input, float *output, float *partials) {
+                                     const float *input, float *output) {
     Job job;
-    TRY(describe_panels(&job.panels, weights, P::COLUMNS, P::PANELS * NUM_EXPERTS));
+    TRY(describe_panels(&job.panels, weights, P::COLUMNS, P::PANELS * P::EXPERTS));
     job.input = input;
     job.output = output;
     job.bias = bias;
     job.swiglu = swiglu_of(m);
     job.offsets = m->state.expert_offsets;
     job.assignments = m->state.assignments;
-    job.partials = partials;
+    job.partials = moe(m)->partials;
     job.arrived = moe(m)->arrived;
     job.next_item = &moe(m)->next_item[P::INDEX];
     job.done_blocks = &moe(m)->done_blocks[P::INDEX];
@@ -431,14 +431,13 @@ int add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *
 
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
     if (num_tokens > DECODE_TOKENS) return prefill_up(m, num_tokens, layer, input);
-    return launch_decode<Up>(m, num_tokens, layer->experts_up, layer->experts_up_bias, input, m->state.expert_mid,
-                             moe(m)->up_partials);
+    return launch_decode<Up>(m, num_tokens, layer->experts_up, layer->experts_up_bias, input, m->state.expert_mid);
 }
 
 int cuda_experts_down(Model *m, int num_tokens, const Layer *layer) {
     if (num_tokens > DECODE_TOKENS) return prefill_down(m, num_tokens, layer);
     return launch_decode<Down>(m, num_tokens, layer->experts_down, layer->experts_down_bias, m->state.expert_mid,
-                               m->state.expert_out, moe(m)->down_partials);
+                               m->state.expert_out);
 }
 
 int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual) {
@@ -451,8 +450,7 @@ int cuda_queries(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     TRY(cuda_route(m, num_tokens, layer, m->state.normed, weights->attention_router, nullptr, nullptr, false));
     if (num_tokens > DECODE_TOKENS) return prefill_moa_in(m, num_tokens, weights);
-    return launch_decode<MoaIn>(m, num_tokens, weights->attention_experts_in, nullptr, m->state.normed, m->state.q,
-                                moe(m)->up_partials);
+    return launch_decode<MoaIn>(m, num_tokens, weights->attention_experts_in, nullptr, m->state.normed, m->state.q);
 }
 
 int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
@@ -460,7 +458,7 @@ int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
         TRY(prefill_moa_out(m, num_tokens, layer));
     else
         TRY(launch_decode<MoaOut>(m, num_tokens, layer->attention_experts_out, nullptr, m->state.attention,
-                                  m->state.expert_out, moe(m)->down_partials));
+                                  m->state.expert_out));
     return add_up(m, num_tokens, 1, true, nullptr, layer->attention_out_bias);
 }
 #endif

@@ -60,7 +60,7 @@ template <class P> __device__ void fill_weights(Shared &s, const Job &job, int s
         int half = i / PIECES, c = i / 8 % STEP_COLUMNS, eighth = i % 8, column = step * STEP_COLUMNS + c;
         int panel = blockIdx.y * 2 + half;
         bool valid = panel < P::PANELS && column < P::COLUMNS;
-        int64_t index = (int64_t)panel * NUM_EXPERTS + s.expert;
+        int64_t index = (int64_t)panel * P::EXPERTS + s.expert;
         const weight_t *from = job.weights + (index * P::COLUMNS + column) * PANEL_ROWS + eighth * 8;
         cp_async_16(shared_address(s.weights[step % STAGES][half]) + c * 128 + (eighth ^ (c % 8)) * 16,
                     valid ? from : job.weights, valid);
