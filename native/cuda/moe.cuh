@@ -1,4 +1,4 @@
-/* The shapes of the experts' products, and the MoE's part of the scratch block. */
+/* The shapes of the experts' and the mlp's products, and the MoE's part of the scratch block. */
 #ifndef COLIBRI_CUDA_MOE_CUH
 #define COLIBRI_CUDA_MOE_CUH
 
@@ -21,9 +21,10 @@ constexpr int column_splits(int experts, int panels, int columns) {
     return splits;
 }
 
-/* Products with matrices of EXPERTS_ experts, SLOTS_ of which each token has. */
+/* Products with matrices of EXPERTS_ experts, SLOTS_ of which each token has. A single expert has all tokens. */
 template <int EXPERTS_, int SLOTS_, int ROWS, int COLUMNS_> struct Product {
     static constexpr int EXPERTS = EXPERTS_, ASSIGNMENTS = DECODE_TOKENS * SLOTS_, COLUMNS = COLUMNS_;
+    static constexpr bool ALL_TOKENS = EXPERTS == 1;
     static constexpr int PANELS = ceil_div(ROWS, PANEL_ROWS), SPLITS = column_splits(SLOTS_, PANELS, COLUMNS);
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * ASSIGNMENTS * PANELS * PANEL_ROWS : 0;
 };
@@ -57,6 +58,19 @@ struct MoaOut : Product<NUM_EXPERTS, K, MOA_COLUMNS ? HIDDEN : 0, MOA_COLUMNS> {
     static constexpr bool IS_GATED = false, ACTIVATES = false, HAS_BIAS = false, ROUTED_BEFORE = true;
 };
 
+/* The mlp of that width: it is stored like one gated expert, has all tokens, and so waits for no routing. */
+template <int FFN_> struct MlpUp : Product<1, 1, gated_rows(FFN_), HIDDEN> {
+    static constexpr const char *NAME = "mlp_up";
+    static constexpr int OUTPUTS = FFN_, INPUT_DIVISOR = 1, INDEX = 0;
+    static constexpr bool IS_GATED = true, ACTIVATES = true, HAS_BIAS = false, ROUTED_BEFORE = true;
+};
+
+template <int FFN_> struct MlpDown : Product<1, 1, FFN_ ? HIDDEN : 0, FFN_> {
+    static constexpr const char *NAME = "mlp_down";
+    static constexpr int OUTPUTS = HIDDEN, INPUT_DIVISOR = 1, INDEX = 1;
+    static constexpr bool IS_GATED = false, ACTIVATES = false, HAS_BIAS = false, ROUTED_BEFORE = true;
+};
+
 /* Parts of a logit's sum: each of so many columns, and a block's work. */
 constexpr int LOGIT_LANES = 64;
 constexpr int SLICE_COLUMNS = round_up(ceil_div(HIDDEN, 8), LOGIT_LANES);
@@ -68,13 +82,14 @@ template <class... P> struct LargestOf {
     static constexpr int PANELS = max_of(P::PANELS...);
     static constexpr int64_t PARTIALS = max_of((int64_t)1, P::PARTIALS...);
 };
-using Largest = LargestOf<Up, Down, MoaIn, MoaOut>;
+using Largest = LargestOf<Up, Down, MoaIn, MoaOut, MlpUp<DENSE_FFN>, MlpDown<DENSE_FFN>, MlpUp<SHARED_FFN>,
+                          MlpDown<SHARED_FFN>>;
 
 struct MoeScratch {
     float partial_logits[LOGIT_SLICES][MAX_TOKENS][NUM_EXPERTS];
     int32_t routed_blocks;                                /* of a step's tokens; 0 between steps */
     int32_t fault;                                        /* MAX_TOKENS minus a token whose logits allow no choice, or 0 */
-    int32_t next_item[2], done_blocks[2];                 /* by INDEX: one may begin while another ends; 0 between products */
+    int32_t next_item[2], done_blocks[2];                 /* by INDEX: one may begin as another ends; 0 between */
     int32_t arrived[TILE_BOUND * Largest::PANELS];        /* splits that are done; 0 between products */
     float partials[Largest::PARTIALS];                    /* of the latest product */
 };
@@ -98,6 +113,7 @@ int prefill_up(Model *m, int num_tokens, const Layer *layer, const float *input)
 int prefill_down(Model *m, int num_tokens, const Layer *layer);
 int prefill_moa_in(Model *m, int num_tokens, const Layer *layer);
 int prefill_moa_out(Model *m, int num_tokens, const Layer *layer);
+int prefill_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
 
 /* Ids, weights and lists from `router` and, where not NULL, its two biases; counted: in the totals of the layer's FFN. */
 int cuda_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
