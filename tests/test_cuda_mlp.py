@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import synthetic
 from reference import CLAMPED_SWIGLU, GELU, TOPK_SOFTMAX
-from test_cuda_ops import MOA, TOKENS, Pair
+from test_cuda_ops import MOA, TOKENS, TOLERANCE, Pair
 
 from colibri import headers
 from colibri.engine import Engine
@@ -23,6 +23,7 @@ MLPS = {
                  "residual_multiplier": 0.25, "ffn_out_bias": 1},
     "no shared": {"hidden": 528, "ffn": 48, "dense_ffn": 2112, "dense_layers": headers.mask([0]), "activation": GELU,
                   "residual_multiplier": 3.0, "k": 5},
+    "many items": {"hidden": 1544, "ffn": 40, "dense_ffn": 4100, "dense_layers": headers.mask([0])},
     "bare": {**synthetic.STACK, "hidden": 72, "ffn": 24, "shared_ffn": 9, "shared_gate": 1, "ffn_out_bias": 1},
 }
 MOAS = {
@@ -32,7 +33,8 @@ MOAS = {
     "splits": {"attention_kind": MOA, "num_experts": 32, "k": 2, "num_heads": 16, "num_kv_heads": 8, "head_dim": 160,
                "hidden": 1100, "ffn": 40, "weight_dtype": 2, "expert_bias": 1},
 }
-EXPERTS_TOLERANCE = {1: 2e-3, 2: 1e-2}  # whose inputs are rounded to the weights' dtype
+EXPERTS_TOLERANCE = {1: 2e-3, 2: 1e-2}  # whose inputs are rounded to the weights' dtype, as the mlp's are
+BATCHES = [(512, (512, 65, 9, 1)), (64, (64, 33, 8, 1)), (None, (64, 33, 17, 16, 9, 8, 3, 1))]  # launched, tokens
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,6 @@ def opened(files, name):
 @pytest.fixture(scope="module", params=MLPS)
 def mlp(request, files):
     for pair in opened(files, request.param):
-        pair.tolerance *= 3  # two products, of which the second rounds what the first gave
         pair.input = "normed" if pair.header["num_heads"] else "x"
         pair.layers = [layer for layer in (0, 1) if pair.host._weights[1][layer]["mlp_up"]]
         yield pair
@@ -70,6 +71,7 @@ def moa(request, files):
 
 @pytest.mark.parametrize("rows", TOKENS)
 def test_mlp(mlp, rows):
+    mlp.tolerance = EXPERTS_TOLERANCE[mlp.header["weight_dtype"]]
     for layer in mlp.layers:
         mlp.random(mlp.input, rows, scale=mlp.rng.choice([0.1, 1, 3]))
         mlp.random("mlp_mid", 0)
@@ -82,6 +84,7 @@ def test_mlp(mlp, rows):
 @pytest.mark.parametrize("rows", TOKENS)
 def test_combine(mlp, rows):
     """Also of outputs that f16 cannot hold."""
+    mlp.tolerance = TOLERANCE[mlp.header["weight_dtype"]]
     for layer in (0, 1):
         mlp.begin(rows)
         mlp.random("x", rows)
@@ -107,11 +110,11 @@ def assert_same_rows(results):
         np.testing.assert_array_equal(other, first[:len(other)])
 
 
-@pytest.mark.parametrize("launched", [None, 512])
-def test_rows_of_mlp_do_not_depend_on_their_batch(mlp, launched):
+@pytest.mark.parametrize("launched, sizes", BATCHES)
+def test_rows_of_mlp_do_not_depend_on_their_batch(mlp, launched, sizes):
     values = mlp.rng.standard_normal((512, mlp.header["hidden"])).astype(np.float32)
     for layer in mlp.layers:
-        assert_same_rows(bits_of(mlp.gpu, "mlp", mlp.input, "mlp_out", values, (512, 65, 33, 9, 3, 1), launched, layer))
+        assert_same_rows(bits_of(mlp.gpu, "mlp", mlp.input, "mlp_out", values, sizes, launched, layer))
 
 
 @pytest.mark.parametrize("rows", TOKENS)
@@ -140,7 +143,7 @@ def test_attention_experts(moa, rows):
         assert np.isnan(moa.gpu.state("x")[rows:]).all()
 
 
-@pytest.mark.parametrize("launched, sizes", [(512, (512, 65, 9, 1)), (64, (64, 33, 8, 1)), (None, (64, 33, 9, 8, 3, 1))])
+@pytest.mark.parametrize("launched, sizes", BATCHES)
 def test_rows_of_queries_do_not_depend_on_their_batch(moa, launched, sizes):
     values = moa.rng.standard_normal((512, moa.header["hidden"])).astype(np.float32)
     assert_same_rows(bits_of(moa.gpu, "queries", "normed", "q", values, sizes, launched))

@@ -1,4 +1,5 @@
-/* The experts' products for few tokens: experts_up with its activation, experts_down, and the sum over slots.
+/* The experts' products for few tokens: experts_up with its activation, experts_down, and the sum over slots. The mlp's
+ * are those of one expert that has all tokens.
  *
  * Bound by reading weights, so a block an SM goes through items (tile of one expert's tokens, panel, part of the
  * columns), and every warp that multiplies keeps its own ring of copies in flight across items; one more warp adds up
@@ -14,9 +15,7 @@
 namespace {
 
 constexpr int WARPS = 8;                 /* that multiply; one more finishes their items */
-constexpr int INPUT_AHEAD = 2;           /* pieces whose inputs a warp has asked for before it needs them */
 constexpr int THREADS = (WARPS + 1) * 32;
-constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 constexpr int SUM_ROWS = PANEL_ROWS + 4; /* padded, so that a warp's stores meet no bank twice */
 
 /* Up to 8 * COLUMNS_OF_8 tokens of one expert: assignments [first, first + count). */
@@ -45,9 +44,10 @@ struct Job {
     float *output;              /* (num_tokens * K, OUTPUTS) */
     const float *bias;          /* the experts', where P::HAS_BIAS */
     Swiglu swiglu;
+    const int32_t *num_tokens;
     const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
     const int32_t *assignments; /* (num_tokens * K) */
-    float *partials;            /* (SPLITS, DECODE_ASSIGNMENTS, PANELS * PANEL_ROWS) */
+    float *partials;            /* (SPLITS, ASSIGNMENTS, PANELS * PANEL_ROWS) */
     int32_t *arrived;           /* (tiles, PANELS) */
     int32_t *next_item;         /* the first that no block has taken, apart from each one's first */
     int32_t *done_blocks;
@@ -55,6 +55,7 @@ struct Job {
 
 /* The routing as a list of tiles, and the assignments, in shared memory. Ends with a barrier. */
 template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job) {
+    constexpr int PER_LANE = (NUM_EXPERTS + 31) / 32;
     for (int i = threadIdx.x; i < DECODE_ASSIGNMENTS; i += THREADS) s.assignments[i] = job.assignments[i];
     if (threadIdx.x < 32) {
         int lane = threadIdx.x, offset[PER_LANE + 1], own = 0;
@@ -74,6 +75,15 @@ template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job)
                 *next++ = {(int16_t)(lane * PER_LANE + j), (int16_t)min(offset[j + 1] - first, TILE_TOKENS), first};
         if (lane == 31) s.num_tiles = up_to;
     }
+    __syncthreads();
+}
+
+/* The same where one expert has all tokens, in their order. */
+template <int TILE_TOKENS> __device__ void list_all_tokens(Shared &s, const Job &job) {
+    int num_tokens = *job.num_tokens, i = threadIdx.x, first = i * TILE_TOKENS;
+    if (i < num_tokens) s.assignments[i] = i;
+    if (first < num_tokens) s.tiles[i] = {0, (int16_t)min(num_tokens - first, TILE_TOKENS), first};
+    if (i == 0) s.num_tiles = (num_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
     __syncthreads();
 }
 
@@ -104,8 +114,13 @@ template <class P> struct Cursor {
         turn = next_turn;
         item = TAKES_ITEMS && turn > 0 ? take_item(s, job, turn) : blockIdx.x + turn * gridDim.x;
         split = item % P::SPLITS;
-        panel = item / P::SPLITS % P::PANELS;
-        tile = item / P::SPLITS / P::PANELS;
+        if constexpr (P::ALL_TOKENS) { /* tiles take a panel one after another, while the L2 cache has it */
+            panel = item / P::SPLITS / s.num_tiles;
+            tile = item / P::SPLITS % s.num_tiles;
+        } else {
+            panel = item / P::SPLITS % P::PANELS;
+            tile = item / P::SPLITS / P::PANELS;
+        }
         chunk = split * PART + threadIdx.x / 32;
         end = min(split * PART + PART, CHUNKS);
     }
@@ -238,7 +253,7 @@ __device__ void add_parts(const Shared &s, const Job &job, const Cursor<P> &at, 
         float part[P::SPLITS], sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < P::SPLITS; i++)
-            part[i] = __ldcg(&parts[((int64_t)i * DECODE_ASSIGNMENTS + token) * ROWS + row]);
+            part[i] = __ldcg(&parts[((int64_t)i * P::ASSIGNMENTS + token) * ROWS + row]);
 #pragma unroll
         for (int i = 0; i < P::SPLITS; i++) sum += part[i];
         return sum;
@@ -260,7 +275,7 @@ template <class P> __device__ void finish_items(Shared &s, const Job &job, int n
                 write_outputs<P>(job, tile.expert, at.panel, count, s.assignments + tile.first + first,
                                  [&](int token, int row) { return add_warps(s, token, row); });
             } else {
-                float *part = job.partials + ((int64_t)at.split * DECODE_ASSIGNMENTS + tile.first + first) * ROWS;
+                float *part = job.partials + ((int64_t)at.split * P::ASSIGNMENTS + tile.first + first) * ROWS;
                 for (int i = threadIdx.x % 32; i < count * PANEL_ROWS; i += 32)
                     part[i / PANEL_ROWS * ROWS + at.panel * PANEL_ROWS + i % PANEL_ROWS] =
                         add_warps(s, i / PANEL_ROWS, i % PANEL_ROWS);
@@ -275,7 +290,7 @@ template <class P> __device__ void finish_items(Shared &s, const Job &job, int n
 template <class P>
 __device__ __forceinline__ void refill(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
     bool wanted = ahead.item < num_items;
-    int index = wanted ? ahead.panel * NUM_EXPERTS + s.tiles[ahead.tile].expert : 0;
+    int index = wanted ? ahead.panel * P::EXPERTS + s.tiles[ahead.tile].expert : 0;
     ring.fill(job.panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
     ahead.chunk += WARPS;
     ahead.settle(s, job, num_items);
@@ -284,7 +299,7 @@ __device__ __forceinline__ void refill(Ring &ring, Cursor<P> &ahead, Shared &s, 
 /* The tokens' inputs for a warp's pieces, asked for some pieces ahead. */
 template <class P, int COLUMNS_OF_8> struct Inputs {
     Cursor<P> at;
-    const float *row[COLUMNS_OF_8]; /* this lane's tokens', or NULL */
+    int row[COLUMNS_OF_8]; /* of job.input, this lane's tokens', or -1 */
 
     __device__ void find_rows(const Shared &s, const Job &job, int num_items) {
         Tile tile = {0, 0, 0};
@@ -292,31 +307,34 @@ template <class P, int COLUMNS_OF_8> struct Inputs {
 #pragma unroll
         for (int n = 0; n < COLUMNS_OF_8; n++) {
             int token = n * 8 + threadIdx.x % 32 / 4;
-            row[n] = nullptr;
-            if (token < tile.count)
-                row[n] = job.input + (int64_t)(s.assignments[tile.first + token] / P::INPUT_DIVISOR) * P::COLUMNS;
+            row[n] = token < tile.count ? s.assignments[tile.first + token] / P::INPUT_DIVISOR : -1;
         }
     }
 
     __device__ __forceinline__ void ask(float2 (&x)[COLUMNS_OF_8][CHUNK / 8], Shared &s, const Job &job,
                                         int num_items) {
 #pragma unroll
-        for (int n = 0; n < COLUMNS_OF_8; n++) load_input<P>(x[n], row[n], at.chunk);
+        for (int n = 0; n < COLUMNS_OF_8; n++)
+            load_input<P>(x[n], row[n] < 0 ? nullptr : job.input + (int64_t)row[n] * P::COLUMNS, at.chunk);
         at.chunk += WARPS;
         if (at.settle(s, job, num_items)) find_rows(s, job, num_items);
     }
 };
 
+/* Pieces whose inputs a warp has asked for before it needs them, as far as registers go. */
+template <int COLUMNS_OF_8> constexpr int INPUT_AHEAD = COLUMNS_OF_8 > 2 ? 1 : 2;
+
 /* The products of all items of this block, by all warps but one. */
 template <class P, int COLUMNS_OF_8>
 __device__ void multiply_items(Ring &ring, Cursor<P> &ahead, Shared &s, const Job &job, int num_items) {
-    float2 x[INPUT_AHEAD + 1][COLUMNS_OF_8][CHUNK / 8];
+    constexpr int AHEAD = INPUT_AHEAD<COLUMNS_OF_8>;
+    float2 x[AHEAD + 1][COLUMNS_OF_8][CHUNK / 8];
     Inputs<P, COLUMNS_OF_8> inputs;
     inputs.at.start(s, job, 0);
     inputs.at.settle(s, job, num_items);
     inputs.find_rows(s, job, num_items);
 #pragma unroll
-    for (int i = 0; i < INPUT_AHEAD; i++) inputs.ask(x[i], s, job, num_items);
+    for (int i = 0; i < AHEAD; i++) inputs.ask(x[i], s, job, num_items);
     Cursor<P> at;
     for (at.start(s, job, 0); at.item < num_items; at.start(s, job, at.turn + 1)) {
         const Tile tile = s.tiles[at.tile];
@@ -324,12 +342,12 @@ __device__ void multiply_items(Ring &ring, Cursor<P> &ahead, Shared &s, const Jo
 #pragma unroll
         for (int i = 0; i < COLUMNS_OF_8 * 16; i++) acc[i / 16][i / 4 % 4][i % 4] = 0.0f;
         for (; at.chunk < at.end; at.chunk += WARPS) {
-            inputs.ask(x[INPUT_AHEAD], s, job, num_items);
+            inputs.ask(x[AHEAD], s, job, num_items);
             multiply<COLUMNS_OF_8>(acc, ring.next(), x[0], tile.count);
             __syncwarp(); /* the piece has been read by all lanes */
             refill(ring, ahead, s, job, num_items);
 #pragma unroll
-            for (int i = 0; i < INPUT_AHEAD * COLUMNS_OF_8 * (CHUNK / 8); i++)
+            for (int i = 0; i < AHEAD * COLUMNS_OF_8 * (CHUNK / 8); i++)
                 (&x[0][0][0])[i] = (&x[0][0][0])[i + COLUMNS_OF_8 * (CHUNK / 8)];
         }
 #pragma unroll
@@ -346,7 +364,8 @@ __device__ void leave(const Job &job) {
     }
 }
 
-/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs. */
+/* A block an SM. Where the routing was known before the previous kernel began, copies start while that one runs; the
+ * step's number of tokens always was. */
 template <class P, int COLUMNS_OF_8>
 __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ Job job) {
     extern __shared__ char memory[];
@@ -360,7 +379,10 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
         pdl_wait();
         pdl_trigger();
     }
-    list_tiles<COLUMNS_OF_8 * 8>(s, job);
+    if constexpr (P::ALL_TOKENS)
+        list_all_tokens<COLUMNS_OF_8 * 8>(s, job);
+    else
+        list_tiles<COLUMNS_OF_8 * 8>(s, job);
     int num_items = s.num_tiles * P::PANELS * P::SPLITS;
     Cursor<P> ahead;
     if (!finishes) {
@@ -380,24 +402,52 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
 }
 
 template <class P> int launch_decode(Model *m, int num_tokens, const weight_t *weights, const float *bias,
-                                     const float *input, float *output, float *partials) {
+                                     const float *input, float *output) {
     Job job;
-    TRY(describe_panels(&job.panels, weights, P::COLUMNS, P::PANELS * NUM_EXPERTS));
+    TRY(describe_panels(&job.panels, weights, P::COLUMNS, P::PANELS * P::EXPERTS));
     job.input = input;
     job.output = output;
     job.bias = bias;
     job.swiglu = swiglu_of(m);
+    job.num_tokens = &device_batch(m)->num_tokens;
     job.offsets = m->state.expert_offsets;
     job.assignments = m->state.assignments;
-    job.partials = partials;
+    job.partials = moe(m)->partials;
     job.arrived = moe(m)->arrived;
     job.next_item = &moe(m)->next_item[P::INDEX];
     job.done_blocks = &moe(m)->done_blocks[P::INDEX];
     dim3 grid(num_multiprocessors());
     size_t bytes = sizeof(Shared) + 1024;
     if (num_tokens <= 8) return launch(m, P::NAME, experts_kernel<P, 1>, grid, THREADS, bytes, job);
+    if constexpr (P::ALL_TOKENS) /* an expert seldom has more than 16 */
+        if (num_tokens > 16) return launch(m, P::NAME, experts_kernel<P, 4>, grid, THREADS, bytes, job);
     return launch(m, P::NAME, experts_kernel<P, 2>, grid, THREADS, bytes, job);
 }
+
+#if MLP_FFN
+template <int FFN_> int decode_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    if constexpr (FFN_ > 0) {
+        TRY(launch_decode<MlpUp<FFN_>>(m, num_tokens, layer->mlp_up, nullptr, input, m->state.mlp_mid));
+        TRY(launch_decode<MlpDown<FFN_>>(m, num_tokens, layer->mlp_down, nullptr, m->state.mlp_mid, m->state.mlp_out));
+    }
+    return 0;
+}
+
+constexpr int GATE_THREADS = 256;
+
+/* rows[t] *= sigmoid(gate . input[t]), a block a row. */
+__global__ void __launch_bounds__(GATE_THREADS)
+gate_kernel(float *rows, const float *input, const float *gate, const int *num_rows) {
+    pdl_wait();
+    pdl_trigger();
+    if ((int)blockIdx.x >= *num_rows) return;
+    const float *x = input + (int64_t)blockIdx.x * HIDDEN;
+    float *row = rows + (int64_t)blockIdx.x * HIDDEN, sum = 0.0f;
+    for (int i = threadIdx.x; i < HIDDEN; i += GATE_THREADS) sum = fmaf(gate[i], x[i], sum);
+    float weight = 1.0f / (1.0f + expf(-block_sum<GATE_THREADS>(sum)));
+    for (int i = threadIdx.x; i < HIDDEN; i += GATE_THREADS) row[i] *= weight;
+}
+#endif
 
 /* A thread an output: x[t] = (residual ? x[t] : 0) + multiplier * (the slots' outputs in order + mlp_out + bias), the
  * last two where not NULL. */
@@ -431,15 +481,24 @@ int add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *
 
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
     if (num_tokens > DECODE_TOKENS) return prefill_up(m, num_tokens, layer, input);
-    return launch_decode<Up>(m, num_tokens, layer->experts_up, layer->experts_up_bias, input, m->state.expert_mid,
-                             moe(m)->up_partials);
+    return launch_decode<Up>(m, num_tokens, layer->experts_up, layer->experts_up_bias, input, m->state.expert_mid);
 }
 
 int cuda_experts_down(Model *m, int num_tokens, const Layer *layer) {
     if (num_tokens > DECODE_TOKENS) return prefill_down(m, num_tokens, layer);
     return launch_decode<Down>(m, num_tokens, layer->experts_down, layer->experts_down_bias, m->state.expert_mid,
-                               m->state.expert_out, moe(m)->down_partials);
+                               m->state.expert_out);
 }
+
+#if MLP_FFN
+int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    auto decode = layer->router ? decode_mlp<SHARED_FFN> : decode_mlp<DENSE_FFN>;
+    TRY((num_tokens > DECODE_TOKENS ? prefill_mlp : decode)(m, num_tokens, layer, input));
+    if (!layer->shared_gate) return 0;
+    return launch(m, "shared_gate", gate_kernel, num_tokens, GATE_THREADS, 0, m->state.mlp_out, input,
+                  layer->shared_gate, &device_batch(m)->num_tokens);
+}
+#endif
 
 int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual) {
     return add_up(m, num_tokens, residual, layer->router, layer->mlp_up ? m->state.mlp_out : nullptr,
@@ -451,8 +510,7 @@ int cuda_queries(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     TRY(cuda_route(m, num_tokens, layer, m->state.normed, weights->attention_router, nullptr, nullptr, false));
     if (num_tokens > DECODE_TOKENS) return prefill_moa_in(m, num_tokens, weights);
-    return launch_decode<MoaIn>(m, num_tokens, weights->attention_experts_in, nullptr, m->state.normed, m->state.q,
-                                moe(m)->up_partials);
+    return launch_decode<MoaIn>(m, num_tokens, weights->attention_experts_in, nullptr, m->state.normed, m->state.q);
 }
 
 int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
@@ -460,7 +518,7 @@ int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
         TRY(prefill_moa_out(m, num_tokens, layer));
     else
         TRY(launch_decode<MoaOut>(m, num_tokens, layer->attention_experts_out, nullptr, m->state.attention,
-                                  m->state.expert_out, moe(m)->down_partials));
+                                  m->state.expert_out));
     return add_up(m, num_tokens, 1, true, nullptr, layer->attention_out_bias);
 }
 #endif

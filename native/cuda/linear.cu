@@ -1,4 +1,4 @@
-/* The dense products q/k/v, those of latent attention, attention_out, mlp and lm_head: out[t] = scale * (W in[t] + bias),
+/* The dense products q/k/v, those of latent attention, attention_out and lm_head: out[t] = scale * (W in[t] + bias),
  * for one token as for a whole prompt.
  *
  * Decode is bound by reading W, so weights go straight from memory into the registers of a matrix instruction: a lane
@@ -11,7 +11,7 @@
  * way the bits of a row's result depend on nothing but the row. */
 #include "common.cuh"
 
-#if NUM_HEADS || MLP_FFN
+#if NUM_HEADS
 
 namespace {
 
@@ -35,17 +35,9 @@ template <int ROWS_, int COLUMNS_, int STRIDE_ = COLUMNS_, int FIRST_ = 0> struc
     static constexpr bool WHOLE_STEPS = COLUMNS % STEP == 0;
     static constexpr bool VECTORS = WHOLE_STEPS && STRIDE % 4 == 0 && FIRST % 4 == 0;
     static constexpr int PANELS = ceil_div(ROWS, PANEL_ROWS);
-    static constexpr int SEGMENTS =
-        at_most(ceil_div(COLUMNS, SEGMENT_COLUMNS), at_least(1, ENOUGH_BLOCKS / at_least(1, PANELS)));
+    static constexpr int SEGMENTS = at_most(ceil_div(COLUMNS, SEGMENT_COLUMNS), at_least(1, ENOUGH_BLOCKS / PANELS));
     static constexpr int WARP_COLUMNS = round_up(ceil_div(COLUMNS, SEGMENTS * WARPS), STEP);
-    static constexpr int GATED_OUTPUTS = 0; /* of rows that are gate and up in groups of GATE_GROUP */
 };
-
-/* Of an mlp's width: stored like one gated expert. */
-template <int FFN_> struct MlpUp : Shape<2 * GATE_GROUP * ceil_div(FFN_, GATE_GROUP), HIDDEN> {
-    static constexpr int GATED_OUTPUTS = FFN_;
-};
-template <int FFN_> using MlpDown = Shape<FFN_ ? HIDDEN : 0, FFN_>;
 
 namespace {
 
@@ -77,7 +69,7 @@ template <class... S> constexpr int64_t most_floats() {
     ((floats = floats > SPLIT_FLOATS<S> ? floats : SPLIT_FLOATS<S>), ...);
     return floats;
 }
-constexpr int64_t ARRIVED_BYTES = arrived_bytes<Qkv, QB, KvB, AttentionOut, LmHead, MlpUp<MLP_FFN>, MlpDown<MLP_FFN>>();
+constexpr int64_t ARRIVED_BYTES = arrived_bytes<Qkv, QB, KvB, AttentionOut, LmHead>();
 
 /* Columns c..c+3 of one input row, as the high and the low parts of a matrix instruction's operand. */
 template <class S> __device__ void load_input(uint2 &high, uint2 &low, const float *row, int c) {
@@ -203,27 +195,11 @@ __device__ bool add_segments(float (&total)[TILES][2], float *partials, int *arr
     return true;
 }
 
-/* Writes a panel's gated outputs: a gate's row is 8 lanes below its up row. Only for whole warps. */
-template <class S, int TILES>
-__device__ void write_gated(float *out, const float (&total)[TILES][2], int panel, int num_tokens, Swiglu swiglu) {
-    int row = threadIdx.x % PANEL_ROWS, output = panel * (PANEL_ROWS / 2) + row / (2 * GATE_GROUP) * GATE_GROUP;
-    bool is_gate = row % (2 * GATE_GROUP) < GATE_GROUP;
-    output += row % GATE_GROUP;
-#pragma unroll
-    for (int n = 0; n < TILES; n++)
-        for (int i = 0; i < 2; i++) {
-            int token = n * TILE + i * (TILE / 2) + threadIdx.x / PANEL_ROWS;
-            float up = __shfl_down_sync(~0u, total[n][i], GATE_GROUP);
-            if (is_gate && token < num_tokens && output < S::GATED_OUTPUTS)
-                out[(int64_t)token * S::GATED_OUTPUTS + output] = activate_gated(total[n][i], up, swiglu);
-        }
-}
-
 /* Grid: (panels * segments) for up to 64 tokens, else (panels, tiles of 64 tokens). */
 template <class S, int TILES, bool ADD>
 __global__ void __launch_bounds__(WARPS * 32, TILES <= 2 ? 2 : 1)
-linear_kernel(float *out, const weight_t *weight, const float *bias, float scale, Swiglu swiglu, const float *in,
-              const int *num_rows, float *partials, int *arrived) {
+linear_kernel(float *out, const weight_t *weight, const float *bias, float scale, const float *in, const int *num_rows,
+              float *partials, int *arrived) {
     bool split = S::SEGMENTS > 1 && gridDim.y == 1;
     int panel = split ? blockIdx.x / S::SEGMENTS : blockIdx.x;
     int segment = split ? blockIdx.x % S::SEGMENTS : 0, segments_end = split ? segment + 1 : S::SEGMENTS;
@@ -255,10 +231,6 @@ linear_kernel(float *out, const weight_t *weight, const float *bias, float scale
         prefetch();
     }
     if (split && !add_segments<S, TILES>(total, partials, arrived, panel, segment - 1, num_tokens)) return;
-    if constexpr (S::GATED_OUTPUTS > 0) {
-        write_gated<S, TILES>(out + (int64_t)first * S::GATED_OUTPUTS, total, panel, num_tokens, swiglu);
-        return;
-    }
     float constant = bias ? *bias : 0.0f;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
@@ -281,8 +253,8 @@ int linear(Model *m, int launch_rows, float *out, const weight_t *weight, Epilog
     int *arrived = (int *)linear_scratch(m);
     float *partials = (float *)(linear_scratch(m) + scratch_round(ARRIVED_BYTES));
     auto start = [&](auto kernel, dim3 grid) {
-        return launch(m, "linear", kernel, grid, WARPS * 32, 0, out, weight, end.bias, end.scale, swiglu_of(m), in,
-                      num_rows, partials, arrived);
+        return launch(m, "linear", kernel, grid, WARPS * 32, 0, out, weight, end.bias, end.scale, in, num_rows,
+                      partials, arrived);
     };
     dim3 split(S::PANELS * S::SEGMENTS);
     if (launch_rows <= TILE) return start(linear_kernel<S, 1, ADD>, split);
@@ -292,46 +264,13 @@ int linear(Model *m, int launch_rows, float *out, const weight_t *weight, Epilog
     return start(linear_kernel<S, MAX_TILES, ADD>, dim3(S::PANELS, ceil_div(launch_rows, MAX_TILES * TILE)));
 }
 
-constexpr int GATE_THREADS = 256;
-
-/* rows[t] *= sigmoid(gate . input[t]), a block a row. */
-__global__ void __launch_bounds__(GATE_THREADS)
-gate_kernel(float *rows, const float *input, const float *gate, const int *num_rows) {
-    pdl_wait();
-    pdl_trigger();
-    if ((int)blockIdx.x >= *num_rows) return;
-    const float *x = input + (int64_t)blockIdx.x * HIDDEN;
-    float *row = rows + (int64_t)blockIdx.x * HIDDEN, sum = 0.0f;
-    for (int i = threadIdx.x; i < HIDDEN; i += GATE_THREADS) sum = fmaf(gate[i], x[i], sum);
-    float weight = 1.0f / (1.0f + expf(-block_sum<GATE_THREADS>(sum)));
-    for (int i = threadIdx.x; i < HIDDEN; i += GATE_THREADS) row[i] *= weight;
-}
-
-template <int FFN_> int mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    const int *num_rows = &device_batch(m)->num_tokens;
-    if constexpr (FFN_ > 0) {
-        TRY(linear<MlpUp<FFN_>>(m, num_tokens, m->state.mlp_mid, layer->mlp_up, {nullptr, 1.0f}, input, num_rows));
-        TRY(linear<MlpDown<FFN_>>(m, num_tokens, m->state.mlp_out, layer->mlp_down, {nullptr, 1.0f}, m->state.mlp_mid,
-                                  num_rows));
-    }
-    if (!layer->shared_gate) return 0;
-    return launch(m, "shared_gate", gate_kernel, num_tokens, GATE_THREADS, 0, m->state.mlp_out, input,
-                  layer->shared_gate, num_rows);
-}
-
 } // namespace
 
 int64_t cuda_linear_scratch_bytes() {
     return scratch_round(ARRIVED_BYTES) +
-           scratch_round(most_floats<Qkv, QB, KvB, AttentionOut, LmHead, MlpUp<DENSE_FFN>, MlpDown<DENSE_FFN>,
-                                     MlpUp<SHARED_FFN>, MlpDown<SHARED_FFN>>() * sizeof(float));
+           scratch_round(most_floats<Qkv, QB, KvB, AttentionOut, LmHead>() * sizeof(float));
 }
 
-int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    return layer->router ? mlp<SHARED_FFN>(m, num_tokens, layer, input) : mlp<DENSE_FFN>(m, num_tokens, layer, input);
-}
-
-#if NUM_HEADS
 int cuda_qkv(Model *m, int num_tokens, const Layer *layer) {
     return linear<Qkv>(m, num_tokens, m->state.qkv, layer->qkv, {layer->qkv_bias, 1.0f}, m->state.normed,
                        &device_batch(m)->num_tokens);
@@ -360,8 +299,6 @@ int cuda_lm_head(Model *m, int num_logits) {
                           {m->weights.lm_head_bias, m->header.logits_multiplier}, m->state.normed,
                           &device_batch(m)->num_logits);
 }
-
-#endif
 
 #else
 int64_t cuda_linear_scratch_bytes() { return 0; }

@@ -1,4 +1,5 @@
-/* The experts' products for many tokens: a grouped matrix product over the assignments, which router.cu has sorted.
+/* The experts' products for many tokens: a grouped matrix product over the assignments, which router.cu has sorted; and
+ * the mlp's, of one expert that has all tokens.
  *
  * A block has two panels (128 rows) of one expert and up to 64 of its tokens; eight warps take 32 rows times 32 tokens
  * each. Weights come by cp.async, three stages deep; inputs are rounded to weight_t on their way to shared memory. One
@@ -26,6 +27,7 @@ struct Job {
     float *output;              /* (num_tokens * K, OUTPUTS) */
     const float *bias;          /* the experts', where P::HAS_BIAS */
     Swiglu swiglu;
+    const int32_t *num_tokens;
     const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
     const int32_t *assignments; /* (num_tokens * K) */
 };
@@ -53,6 +55,21 @@ __device__ void find_tile(Shared &s, const int32_t *offsets) {
     __syncthreads();
 }
 
+/* The same where one expert has all tokens, in their order. */
+__device__ void find_tokens(Shared &s, int num_tokens) {
+    if (threadIdx.x == 0) {
+        s.expert = 0;
+        s.first = blockIdx.x * TILE_TOKENS;
+        s.count = max(min(num_tokens - s.first, TILE_TOKENS), 0);
+    }
+    __syncthreads();
+}
+
+/* The assignment of a token of the block's tile. */
+template <class P> __device__ int assignment_of(const Shared &s, const Job &job, int token) {
+    return P::ALL_TOKENS ? s.first + token : job.assignments[s.first + token];
+}
+
 /* Asks for the columns of step `step` of both panels; always one group of copies. */
 template <class P> __device__ void fill_weights(Shared &s, const Job &job, int step) {
     constexpr int PIECES = STEP_COLUMNS * 8;
@@ -60,7 +77,7 @@ template <class P> __device__ void fill_weights(Shared &s, const Job &job, int s
         int half = i / PIECES, c = i / 8 % STEP_COLUMNS, eighth = i % 8, column = step * STEP_COLUMNS + c;
         int panel = blockIdx.y * 2 + half;
         bool valid = panel < P::PANELS && column < P::COLUMNS;
-        int64_t index = (int64_t)panel * NUM_EXPERTS + s.expert;
+        int64_t index = (int64_t)panel * P::EXPERTS + s.expert;
         const weight_t *from = job.weights + (index * P::COLUMNS + column) * PANEL_ROWS + eighth * 8;
         cp_async_16(shared_address(s.weights[step % STAGES][half]) + c * 128 + (eighth ^ (c % 8)) * 16,
                     valid ? from : job.weights, valid);
@@ -127,7 +144,7 @@ __device__ void write_outputs(const Shared &s, const Job &job, const float (&acc
     for (int i = 0; i < 8; i++) {
         int token = first_token + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
         if (token >= s.count) continue;
-        float *row = job.output + (int64_t)job.assignments[s.first + token] * P::OUTPUTS;
+        float *row = job.output + (int64_t)assignment_of<P>(s, job, token) * P::OUTPUTS;
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
             int output = (panel * 4 + first_tile + tile) * PER_TILE + g;
@@ -148,12 +165,15 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
     Shared &s = *(Shared *)(memory + (1024 - shared_address(memory) % 1024) % 1024);
     pdl_wait();
     pdl_trigger();
-    find_tile(s, job.offsets);
+    if constexpr (P::ALL_TOKENS)
+        find_tokens(s, *job.num_tokens);
+    else
+        find_tile(s, job.offsets);
     if (s.count == 0) return;
     int warp = threadIdx.x / 32, half = warp / 2 % 2, first_token = warp / 4 * 32, token = threadIdx.x / 4;
     const float *row = nullptr;
     if (token < s.count)
-        row = job.input + (int64_t)(job.assignments[s.first + token] / P::INPUT_DIVISOR) * P::COLUMNS;
+        row = job.input + (int64_t)(assignment_of<P>(s, job, token) / P::INPUT_DIVISOR) * P::COLUMNS;
     float acc[2][4][4] = {}, x[16];
     for (int i = 0; i < STAGES - 1; i++) fill_weights<P>(s, job, i);
     load_input<P>(x, row, 0);
@@ -175,10 +195,23 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
 template <class P>
 int launch_prefill(Model *m, int num_tokens, const weight_t *weights, const float *bias, const float *input,
                    float *output) {
-    Job job = {weights, input, output, bias, swiglu_of(m), m->state.expert_offsets, m->state.assignments};
-    dim3 grid(min_of(NUM_EXPERTS, num_tokens * K) + num_tokens * K / TILE_TOKENS, ceil_div(P::PANELS, 2));
+    Job job = {weights, input, output, bias, swiglu_of(m), &device_batch(m)->num_tokens, m->state.expert_offsets,
+               m->state.assignments};
+    int tiles = P::ALL_TOKENS ? ceil_div(num_tokens, TILE_TOKENS)
+                              : min_of(NUM_EXPERTS, num_tokens * K) + num_tokens * K / TILE_TOKENS;
+    dim3 grid(tiles, ceil_div(P::PANELS, 2));
     return launch(m, P::NAME, prefill_kernel<P>, grid, THREADS, sizeof(Shared) + 1024, job);
 }
+
+#if MLP_FFN
+template <int FFN_> int mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    if constexpr (FFN_ > 0) {
+        TRY(launch_prefill<MlpUp<FFN_>>(m, num_tokens, layer->mlp_up, nullptr, input, m->state.mlp_mid));
+        TRY(launch_prefill<MlpDown<FFN_>>(m, num_tokens, layer->mlp_down, nullptr, m->state.mlp_mid, m->state.mlp_out));
+    }
+    return 0;
+}
+#endif
 
 } // namespace
 
@@ -190,6 +223,12 @@ int prefill_down(Model *m, int num_tokens, const Layer *layer) {
     return launch_prefill<Down>(m, num_tokens, layer->experts_down, layer->experts_down_bias, m->state.expert_mid,
                                 m->state.expert_out);
 }
+
+#if MLP_FFN
+int prefill_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
+    return layer->router ? mlp<SHARED_FFN>(m, num_tokens, layer, input) : mlp<DENSE_FFN>(m, num_tokens, layer, input);
+}
+#endif
 
 #if ATTENTION_KIND == ATTENTION_MOA
 int prefill_moa_in(Model *m, int num_tokens, const Layer *layer) {
