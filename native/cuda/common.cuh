@@ -39,18 +39,15 @@ int cuda_sample(Model *m, int num_logits);
 /* q_b and kv_b of ATTENTION_LATENT: from the latents of qkv to q and kv. */
 int cuda_latent_products(Model *m, int num_tokens, const Layer *layer);
 
-/* The scratch block: the step's batch, copied to the device by begin; the MoE's part; the dense products' and attention's. */
-int64_t cuda_moe_scratch_bytes();
-int64_t cuda_linear_scratch_bytes();
+/* The scratch block: the step's batch, copied to the device by begin; the routing's and the products' part; attention's. */
+int64_t cuda_product_scratch_bytes();
 int64_t cuda_attention_scratch_bytes();
 inline int64_t scratch_round(int64_t bytes) { return (bytes + DATA_ALIGNMENT - 1) / DATA_ALIGNMENT * DATA_ALIGNMENT; }
 inline Batch *device_batch(const Model *m) { return (Batch *)m->state.scratch; }
-inline char *moe_scratch(const Model *m) { return (char *)m->state.scratch + scratch_round(sizeof(Batch)); }
-inline char *linear_scratch(const Model *m) { return moe_scratch(m) + scratch_round(cuda_moe_scratch_bytes()); }
-inline char *attention_scratch(const Model *m) { return linear_scratch(m) + scratch_round(cuda_linear_scratch_bytes()); }
+inline char *product_scratch(const Model *m) { return (char *)m->state.scratch + scratch_round(sizeof(Batch)); }
+inline char *attention_scratch(const Model *m) { return product_scratch(m) + scratch_round(cuda_product_scratch_bytes()); }
 inline int64_t cuda_scratch_bytes() {
-    return scratch_round(sizeof(Batch)) + scratch_round(cuda_moe_scratch_bytes()) +
-           scratch_round(cuda_linear_scratch_bytes()) + cuda_attention_scratch_bytes();
+    return scratch_round(sizeof(Batch)) + scratch_round(cuda_product_scratch_bytes()) + cuda_attention_scratch_bytes();
 }
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

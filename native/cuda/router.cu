@@ -5,7 +5,7 @@
  * by two reductions over its lanes. One block goes on to build the lists: the first of a cluster, or the one that is
  * done last. For few tokens one kernel does all, a cluster whose blocks have a slice each and hand their sums to the
  * first one's shared memory. */
-#include "moe.cuh"
+#include "products.cuh"
 
 namespace {
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void add_columns(float (*sums)[LOGIT_EXPERTS], const 
  * the true number of tokens would take longer to read. */
 template <int TOKENS>
 __global__ void __launch_bounds__(LOGIT_WARPS * 32)
-router_logits_kernel(MoeScratch *scratch, const float *x, const float *router, int num_rows) {
+router_logits_kernel(Scratch *scratch, const float *x, const float *router, int num_rows) {
     __shared__ alignas(16) float sums[LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
     int warp = threadIdx.x / 32, token = blockIdx.z * TOKENS;
     float4 weight[LANE_COLUMNS];
@@ -454,7 +454,7 @@ __device__ void dispatch(const Routing &r, Lists &lists, const int *ids, int cou
 }
 
 /* True in the last block to get here, whose fault becomes all blocks', and where what the others wrote can be read. */
-__device__ bool is_last_block(MoeScratch *scratch, Lists &lists) {
+__device__ bool is_last_block(Scratch *scratch, Lists &lists) {
     __shared__ int arrived;
     __threadfence();
     __syncthreads();
@@ -476,7 +476,7 @@ __device__ bool is_last_block(MoeScratch *scratch, Lists &lists) {
 /* A warp a row. As many blocks as fit are a cluster, whose first block is handed all experts and goes on; what the
  * others store in the device's memory is not waited for. */
 __global__ void __launch_bounds__(WARPS * 32)
-router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, int num_rows) {
+router_kernel(const __grid_constant__ Routing r, Scratch *scratch, int num_rows) {
     __shared__ Lists lists;
     __shared__ int ids[CLUSTER_BLOCKS * WARPS * K];
     bool is_cluster = gridDim.x <= CLUSTER_BLOCKS;
@@ -509,7 +509,7 @@ constexpr bool FITS_CLUSTER = LOGIT_SLICES <= CLUSTER_BLOCKS && LOGIT_GROUPS <= 
 
 template <int TOKENS>
 __global__ void __launch_bounds__(WARPS * 32)
-small_router_kernel(const __grid_constant__ Routing r, MoeScratch *scratch, const float *x, const float *router,
+small_router_kernel(const __grid_constant__ Routing r, Scratch *scratch, const float *x, const float *router,
                     int num_rows) {
     constexpr int EXPERTS = LOGIT_GROUPS * 2 * LOGIT_EXPERTS; /* of a share */
     __shared__ alignas(16) float sums[LOGIT_GROUPS * 2][LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
@@ -559,7 +559,7 @@ int launch_small(Model *m, int num_rows, const Routing &routing, const float *ro
     if constexpr (FITS) {
         auto kernel = num_rows == 1 ? small_router_kernel<1> : small_router_kernel<SMALL_TOKENS>;
         constexpr int BLOCKS = LOGIT_SLICES * SHARES;
-        return launch_clusters(m, "small_router", kernel, BLOCKS, BLOCKS, WARPS * 32, 0, routing, moe(m), input,
+        return launch_clusters(m, "small_router", kernel, BLOCKS, BLOCKS, WARPS * 32, 0, routing, scratch_of(m), input,
                                router, num_rows);
     }
     return 0;
@@ -572,12 +572,12 @@ int launch_logits(Model *m, int num_rows, const float *router, const float *inpu
         grid.z = ceil_div(num_rows, 8);
         kernel = router_logits_kernel<8>;
     }
-    return launch(m, "router_logits", kernel, grid, LOGIT_WARPS * 32, 0, moe(m), input, router, num_rows);
+    return launch(m, "router_logits", kernel, grid, LOGIT_WARPS * 32, 0, scratch_of(m), input, router, num_rows);
 }
 
 } // namespace
 
-int64_t cuda_moe_scratch_bytes() { return sizeof(MoeScratch); }
+int64_t cuda_product_scratch_bytes() { return sizeof(Scratch); }
 
 int cuda_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
                const float *correction, bool counted) {
@@ -589,7 +589,7 @@ int cuda_route(Model *m, int num_tokens, int layer, const float *input, const fl
     TRY(launch_logits(m, num_tokens, router, input));
     int blocks = ceil_div(num_tokens, WARPS);
     return launch_clusters(m, "router", router_kernel, blocks, blocks <= CLUSTER_BLOCKS ? blocks : 1, WARPS * 32, 0,
-                           routing, moe(m), num_tokens);
+                           routing, scratch_of(m), num_tokens);
 }
 
 int cuda_router(Model *m, int num_tokens, int layer, const float *input) {

@@ -1,12 +1,15 @@
-/* The experts' products for many tokens: a grouped matrix product over the assignments, which router.cu has sorted; and
- * the mlp's, of one expert that has all tokens.
+/* Products for many tokens: experts', a grouped matrix product over the assignments, which router.cu has sorted, and
+ * dense ones, of one expert that has all tokens; then products for any number of tokens.
  *
  * A block has two panels (128 rows) of one expert and up to 64 of its tokens; eight warps take 32 rows times 32 tokens
  * each. Weights come by cp.async, three stages deep; inputs are rounded to weight_t on their way to shared memory. One
  * warp sums an output over all columns in order, so that its bits depend on nothing but its row. */
-#include "moe.cuh"
-#include "ring.cuh"
+#ifndef COLIBRI_CUDA_PREFILL_CUH
+#define COLIBRI_CUDA_PREFILL_CUH
 
+#include "decode.cuh"
+
+namespace prefill {
 namespace {
 
 constexpr int THREADS = 256;
@@ -15,25 +18,16 @@ constexpr int STEP_COLUMNS = 64;
 constexpr int STAGES = 3;
 constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 
-struct Shared {
+constexpr int INPUT_BYTES = TILE_TOKENS * STEP_COLUMNS * 2;
+
+template <class P> struct Shared {
     alignas(1024) char weights[STAGES][2][STEP_COLUMNS * 128]; /* as in ring.cuh */
-    char inputs[2][TILE_TOKENS * STEP_COLUMNS * 2];            /* [token][column], eighths swizzled likewise */
+    char inputs[2][P::IS_DENSE ? 2 : 1][INPUT_BYTES];          /* high, low: [token][column], eighths swizzled likewise */
     int expert, first, count;                                  /* the block's tile */
 };
 
-struct Job {
-    const weight_t *weights;
-    const float *input;         /* (num_tokens or num_tokens * K, COLUMNS) */
-    float *output;              /* (num_tokens * K, OUTPUTS) */
-    const float *bias;          /* the experts', where P::HAS_BIAS */
-    Swiglu swiglu;
-    const int32_t *num_tokens;
-    const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
-    const int32_t *assignments; /* (num_tokens * K) */
-};
-
 /* The expert and the assignments of tile blockIdx.x, count 0 where there is no such tile. Ends with a barrier. */
-__device__ void find_tile(Shared &s, const int32_t *offsets) {
+template <class P> __device__ void find_tile(Shared<P> &s, const int32_t *offsets) {
     int lane = threadIdx.x, before_all = 0, wanted = blockIdx.x;
     if (lane == 0) s.count = 0;
     for (int j = 0; j < PER_LANE && lane < 32; j++) {
@@ -56,7 +50,7 @@ __device__ void find_tile(Shared &s, const int32_t *offsets) {
 }
 
 /* The same where one expert has all tokens, in their order. */
-__device__ void find_tokens(Shared &s, int num_tokens) {
+template <class P> __device__ void find_tokens(Shared<P> &s, int num_tokens) {
     if (threadIdx.x == 0) {
         s.expert = 0;
         s.first = blockIdx.x * TILE_TOKENS;
@@ -66,12 +60,12 @@ __device__ void find_tokens(Shared &s, int num_tokens) {
 }
 
 /* The assignment of a token of the block's tile. */
-template <class P> __device__ int assignment_of(const Shared &s, const Job &job, int token) {
+template <class P> __device__ int assignment_of(const Shared<P> &s, const Job &job, int token) {
     return P::ALL_TOKENS ? s.first + token : job.assignments[s.first + token];
 }
 
 /* Asks for the columns of step `step` of both panels; always one group of copies. */
-template <class P> __device__ void fill_weights(Shared &s, const Job &job, int step) {
+template <class P> __device__ void fill_weights(Shared<P> &s, const Job &job, int step) {
     constexpr int PIECES = STEP_COLUMNS * 8;
     for (int i = threadIdx.x; i < 2 * PIECES && step * STEP_COLUMNS < P::COLUMNS; i += THREADS) {
         int half = i / PIECES, c = i / 8 % STEP_COLUMNS, eighth = i % 8, column = step * STEP_COLUMNS + c;
@@ -91,7 +85,7 @@ template <class P> __device__ void load_input(float (&x)[16], const float *row, 
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
         float4 v = make_float4(0, 0, 0, 0);
-        if constexpr (P::COLUMNS % 4 == 0) {
+        if constexpr (P::COLUMNS % 4 == 0 && P::STRIDE % 4 == 0 && P::FIRST % 4 == 0) {
             if (row && first + i < P::COLUMNS) v = *(const float4 *)(row + first + i);
         } else if (row) {
             if (first + i < P::COLUMNS) v.x = row[first + i];
@@ -103,32 +97,42 @@ template <class P> __device__ void load_input(float (&x)[16], const float *row, 
     }
 }
 
-__device__ void store_input(char *inputs, const float (&x)[16]) {
+template <class P> __device__ void store_input(Shared<P> &s, int step, const float (&x)[16]) {
     int token = threadIdx.x / 4, quarter = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        uint4 v = {to_weights(x[i * 8], x[i * 8 + 1]), to_weights(x[i * 8 + 2], x[i * 8 + 3]),
-                   to_weights(x[i * 8 + 4], x[i * 8 + 5]), to_weights(x[i * 8 + 6], x[i * 8 + 7])};
-        *(uint4 *)(inputs + token * 128 + ((quarter * 2 + i) ^ (token % 8)) * 16) = v;
+        uint32_t high[4], low[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) split_inputs<P>(high[j], low[j], x[i * 8 + j * 2], x[i * 8 + j * 2 + 1]);
+        int place = token * 128 + ((quarter * 2 + i) ^ (token % 8)) * 16;
+        *(uint4 *)(s.inputs[step % 2][0] + place) = {high[0], high[1], high[2], high[3]};
+        if (P::IS_DENSE) *(uint4 *)(s.inputs[step % 2][P::IS_DENSE] + place) = {low[0], low[1], low[2], low[3]};
     }
 }
 
 /* acc += 32 rows times 32 tokens times one step's columns. */
+template <class P>
 __device__ void multiply(float (&acc)[2][4][4], uint32_t weights, uint32_t inputs, int first_token) {
     int lane = threadIdx.x % 32, first_tile = threadIdx.x / 32 % 2 * 2;
 #pragma unroll
     for (int step = 0; step < STEP_COLUMNS / 16; step++) {
-        uint32_t b[2][4], a[4];
+        uint32_t high[2][4], low[2][4], a[4];
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
             int token = first_token + pair * 16 + lane / 16 * 8 + lane % 8, eighth = step * 2 + lane / 8 % 2;
-            load_matrices(b[pair], inputs + token * 128 + (eighth ^ (lane % 8)) * 16);
+            uint32_t place = inputs + token * 128 + (eighth ^ (lane % 8)) * 16;
+            load_matrices(high[pair], place);
+            if (P::IS_DENSE) load_matrices(low[pair], place + INPUT_BYTES);
         }
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
             load_tile(a, weights, first_tile + tile, step);
 #pragma unroll
-            for (int n = 0; n < 4; n++) multiply_add(acc[tile][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+            for (int n = 0; n < 4; n++) {
+                const uint32_t *h = high[n / 2] + n % 2 * 2, *l = low[n / 2] + n % 2 * 2;
+                if (P::IS_DENSE) multiply_add(acc[tile][n], a, l[0], l[1]);
+                multiply_add(acc[tile][n], a, h[0], h[1]);
+            }
         }
     }
 }
@@ -136,7 +140,7 @@ __device__ void multiply(float (&acc)[2][4][4], uint32_t weights, uint32_t input
 /* A lane has rows g and g + 8 of each 16, of tokens 2t and 2t + 1 of each 8: of a gated expert, both halves of one
  * output. */
 template <class P>
-__device__ void write_outputs(const Shared &s, const Job &job, const float (&acc)[2][4][4], int panel,
+__device__ void write_outputs(const Shared<P> &s, const Job &job, const float (&acc)[2][4][4], int panel,
                               int first_token) {
     constexpr int PER_TILE = P::IS_GATED ? 8 : 16;
     int g = threadIdx.x % 32 / 4, first_tile = threadIdx.x / 32 % 2 * 2;
@@ -150,8 +154,7 @@ __device__ void write_outputs(const Shared &s, const Job &job, const float (&acc
             int output = (panel * 4 + first_tile + tile) * PER_TILE + g;
             float upper = acc[tile][i / 2][i % 2], lower = acc[tile][i / 2][i % 2 + 2];
             auto write = [&](int place, float value, float up) {
-                if (place < P::OUTPUTS)
-                    row[place] = finish_output<P>(job.bias, job.swiglu, s.expert, place, value, up);
+                write_output<P>(row, place, finish_output<P>(job, s.expert, place, value, up));
             };
             write(output, upper, lower);
             if (!P::IS_GATED) write(output + 8, lower, 0.0f);
@@ -162,7 +165,7 @@ __device__ void write_outputs(const Shared &s, const Job &job, const float (&acc
 /* Grid: (tiles at most, pairs of panels). */
 template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(const __grid_constant__ Job job) {
     extern __shared__ char memory[];
-    Shared &s = *(Shared *)(memory + (1024 - shared_address(memory) % 1024) % 1024);
+    Shared<P> &s = *(Shared<P> *)(memory + (1024 - shared_address(memory) % 1024) % 1024);
     pdl_wait();
     pdl_trigger();
     if constexpr (P::ALL_TOKENS)
@@ -173,11 +176,11 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
     int warp = threadIdx.x / 32, half = warp / 2 % 2, first_token = warp / 4 * 32, token = threadIdx.x / 4;
     const float *row = nullptr;
     if (token < s.count)
-        row = job.input + (int64_t)(assignment_of<P>(s, job, token) / P::INPUT_DIVISOR) * P::COLUMNS;
+        row = job.input + (int64_t)(assignment_of<P>(s, job, token) / P::INPUT_DIVISOR) * P::STRIDE;
     float acc[2][4][4] = {}, x[16];
     for (int i = 0; i < STAGES - 1; i++) fill_weights<P>(s, job, i);
     load_input<P>(x, row, 0);
-    store_input(s.inputs[0], x);
+    store_input(s, 0, x);
     bool has_work = blockIdx.y * 2 + half < P::PANELS && first_token < s.count;
     for (int step = 0; step * STEP_COLUMNS < P::COLUMNS; step++) {
         load_input<P>(x, row, step + 1);
@@ -185,58 +188,25 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
         __syncthreads(); /* this step's weights and inputs have arrived; the last step's have been read */
         fill_weights<P>(s, job, step + STAGES - 1);
         if (has_work)
-            multiply(acc, shared_address(s.weights[step % STAGES][half]), shared_address(s.inputs[step % 2]),
-                     first_token);
-        store_input(s.inputs[(step + 1) % 2], x);
+            multiply<P>(acc, shared_address(s.weights[step % STAGES][half]), shared_address(s.inputs[step % 2]),
+                        first_token);
+        store_input(s, step + 1, x);
     }
     if (has_work) write_outputs<P>(s, job, acc, blockIdx.y * 2 + half, first_token);
 }
 
-template <class P>
-int launch_prefill(Model *m, int num_tokens, const weight_t *weights, const float *bias, const float *input,
-                   float *output) {
-    Job job = {weights, input, output, bias, swiglu_of(m), &device_batch(m)->num_tokens, m->state.expert_offsets,
-               m->state.assignments};
-    int tiles = P::ALL_TOKENS ? ceil_div(num_tokens, TILE_TOKENS)
-                              : min_of(NUM_EXPERTS, num_tokens * K) + num_tokens * K / TILE_TOKENS;
+template <class P> int start(Model *m, int launch_rows, const Job &job) {
+    int tiles = P::ALL_TOKENS ? ceil_div(launch_rows, TILE_TOKENS)
+                              : min_of(NUM_EXPERTS, launch_rows * K) + launch_rows * K / TILE_TOKENS;
     dim3 grid(tiles, ceil_div(P::PANELS, 2));
-    return launch(m, P::NAME, prefill_kernel<P>, grid, THREADS, sizeof(Shared) + 1024, job);
+    return launch(m, P::NAME, prefill_kernel<P>, grid, THREADS, sizeof(Shared<P>) + 1024, job);
 }
-
-#if MLP_FFN
-template <int FFN_> int mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    if constexpr (FFN_ > 0) {
-        TRY(launch_prefill<MlpUp<FFN_>>(m, num_tokens, layer->mlp_up, nullptr, input, m->state.mlp_mid));
-        TRY(launch_prefill<MlpDown<FFN_>>(m, num_tokens, layer->mlp_down, nullptr, m->state.mlp_mid, m->state.mlp_out));
-    }
-    return 0;
-}
-#endif
 
 } // namespace
+} // namespace prefill
 
-int prefill_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    return launch_prefill<Up>(m, num_tokens, layer->experts_up, layer->experts_up_bias, input, m->state.expert_mid);
+template <class P> int product(Model *m, int launch_rows, const Job &job) {
+    return launch_rows > DECODE_TOKENS ? prefill::start<P>(m, launch_rows, job) : decode::start<P>(m, launch_rows, job);
 }
 
-int prefill_down(Model *m, int num_tokens, const Layer *layer) {
-    return launch_prefill<Down>(m, num_tokens, layer->experts_down, layer->experts_down_bias, m->state.expert_mid,
-                                m->state.expert_out);
-}
-
-#if MLP_FFN
-int prefill_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    return layer->router ? mlp<SHARED_FFN>(m, num_tokens, layer, input) : mlp<DENSE_FFN>(m, num_tokens, layer, input);
-}
-#endif
-
-#if ATTENTION_KIND == ATTENTION_MOA
-int prefill_moa_in(Model *m, int num_tokens, const Layer *layer) {
-    return launch_prefill<MoaIn>(m, num_tokens, layer->attention_experts_in, nullptr, m->state.normed, m->state.q);
-}
-
-int prefill_moa_out(Model *m, int num_tokens, const Layer *layer) {
-    return launch_prefill<MoaOut>(m, num_tokens, layer->attention_experts_out, nullptr, m->state.attention,
-                                  m->state.expert_out);
-}
 #endif
