@@ -207,17 +207,30 @@ __device__ __forceinline__ float add_warps(const Shared &s, int token, int row) 
     return sum;
 }
 
+/* Outputs that a lane has at once, so that it waits once for what it reads from the device's memory. */
+template <class P> constexpr int OUTPUTS_AT_ONCE = P::ADDS || P::HAS_BIAS || P::SPLITS > 1 ? 8 : 1;
+
 /* Writes the outputs of one panel for tokens [0, count) of one expert's tile; value(token, row) is a sum. By a warp. */
 template <class P, class Value>
 __device__ __forceinline__ void write_outputs(const Job &job, int expert, int panel, int count, const uint16_t *rows,
                                               Value value) {
-    constexpr int PER_PANEL = P::IS_GATED ? PANEL_ROWS / 2 : PANEL_ROWS;
-    for (int i = threadIdx.x % 32; i < count * PER_PANEL; i += 32) {
-        int token = i / PER_PANEL, place = i % PER_PANEL, output = panel * PER_PANEL + place;
-        int row = P::IS_GATED ? place / GATE_GROUP * 2 * GATE_GROUP + place % GATE_GROUP : place;
-        float result = finish_output<P>(job, expert, output, value(token, row),
-                                        P::IS_GATED ? value(token, row + GATE_GROUP) : 0.0f);
-        write_output<P>(job.output + (int64_t)rows[token] * P::OUTPUTS, output, result);
+    constexpr int PER_PANEL = P::IS_GATED ? PANEL_ROWS / 2 : PANEL_ROWS, AT_ONCE = OUTPUTS_AT_ONCE<P>;
+    for (int first = threadIdx.x % 32; first < count * PER_PANEL; first += 32 * AT_ONCE) {
+        float *to[AT_ONCE], result[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            int i = min(first + j * 32, count * PER_PANEL - 1), token = i / PER_PANEL, place = i % PER_PANEL;
+            int row = P::IS_GATED ? place / GATE_GROUP * 2 * GATE_GROUP + place % GATE_GROUP : place;
+            int output = panel * PER_PANEL + place;
+            bool is_output = first + j * 32 < count * PER_PANEL && output < P::OUTPUTS;
+            to[j] = is_output ? job.output + (int64_t)rows[token] * P::OUTPUTS + output : nullptr;
+            result[j] = finish_output<P>(job, expert, output, value(token, row),
+                                         P::IS_GATED ? value(token, row + GATE_GROUP) : 0.0f);
+            if (P::ADDS && is_output) result[j] += *to[j];
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (to[j]) *to[j] = result[j];
     }
 }
 

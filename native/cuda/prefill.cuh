@@ -110,10 +110,11 @@ template <class P> __device__ void store_input(Shared<P> &s, int step, const flo
     }
 }
 
-/* acc += 32 rows times 32 tokens times one step's columns. */
-template <class P>
-__device__ void multiply(float (&acc)[2][4][4], uint32_t weights, uint32_t inputs, int first_token) {
-    int lane = threadIdx.x % 32, first_tile = threadIdx.x / 32 % 2 * 2;
+/* acc += TILES times 16 rows times 32 tokens times one step's columns. */
+template <class P, int TILES>
+__device__ __forceinline__ void multiply_tiles(float (&acc)[TILES][4][4], uint32_t weights, int first_tile,
+                                               uint32_t inputs, int first_token) {
+    int lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < STEP_COLUMNS / 16; step++) {
         uint32_t high[2][4], low[2][4], a[4];
@@ -125,7 +126,7 @@ __device__ void multiply(float (&acc)[2][4][4], uint32_t weights, uint32_t input
             if (P::IS_DENSE) load_matrices(low[pair], place + INPUT_BYTES);
         }
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
+        for (int tile = 0; tile < TILES; tile++) {
             load_tile(a, weights, first_tile + tile, step);
 #pragma unroll
             for (int n = 0; n < 4; n++) {
@@ -134,6 +135,24 @@ __device__ void multiply(float (&acc)[2][4][4], uint32_t weights, uint32_t input
                 multiply_add(acc[tile][n], a, h[0], h[1]);
             }
         }
+    }
+}
+
+/* acc += 32 rows times 32 tokens times one step's columns. The matrix instruction truncates as it adds, so where inputs
+ * are to lose nothing, a step is summed by itself. */
+template <class P>
+__device__ __forceinline__ void multiply(float (&acc)[2][4][4], uint32_t weights, uint32_t inputs, int first_token) {
+    int first_tile = threadIdx.x / 32 % 2 * 2;
+    if constexpr (P::IS_DENSE) {
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            float sum[1][4][4] = {};
+            multiply_tiles<P>(sum, weights, first_tile + tile, inputs, first_token);
+#pragma unroll
+            for (int i = 0; i < 16; i++) acc[tile][i / 4][i % 4] += sum[0][i / 4][i % 4];
+        }
+    } else {
+        multiply_tiles<P>(acc, weights, first_tile, inputs, first_token);
     }
 }
 
@@ -154,7 +173,9 @@ __device__ void write_outputs(const Shared<P> &s, const Job &job, const float (&
             int output = (panel * 4 + first_tile + tile) * PER_TILE + g;
             float upper = acc[tile][i / 2][i % 2], lower = acc[tile][i / 2][i % 2 + 2];
             auto write = [&](int place, float value, float up) {
-                write_output<P>(row, place, finish_output<P>(job, s.expert, place, value, up));
+                if (place >= P::OUTPUTS) return;
+                float result = finish_output<P>(job, s.expert, place, value, up);
+                row[place] = P::ADDS ? row[place] + result : result;
             };
             write(output, upper, lower);
             if (!P::IS_GATED) write(output + 8, lower, 0.0f);

@@ -166,10 +166,6 @@ __device__ __forceinline__ float finish_output(const Job &job, int expert, int o
     return P::ACTIVATES ? activate(value) : value;
 }
 
-template <class P> __device__ __forceinline__ void write_output(float *row, int output, float value) {
-    if (output < P::OUTPUTS) row[output] = P::ADDS ? row[output] + value : value;
-}
-
 /* Two neighbouring inputs as weights; where P::IS_DENSE, `low` is what the rounding took off. */
 template <class P> __device__ __forceinline__ void split_inputs(uint32_t &high, uint32_t &low, float x, float y) {
     high = to_weights(x, y);
