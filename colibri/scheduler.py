@@ -72,7 +72,10 @@ class Scheduler:
         return list(news)
 
     def stop(self, seconds=None):
-        """Ends the thread after its turn; what has not ended stays so. False where that takes longer than seconds."""
+        """Ends the thread after its turn; what has not ended stays so, its output file removed.
+
+        False where that takes longer than seconds.
+        """
         self._stopping = True
         self._inbox.put(None)
         self._thread.join(seconds)
@@ -100,6 +103,9 @@ class Scheduler:
         try:
             while not self._stopping:
                 self._turn()
+            for request in self._prefilling:
+                if request.rows is not None:
+                    request.rows.close()
         except (ColibriError, MemoryError) as error:  # of a device that is lost, or with no memory for the scheduler itself
             self._fail(_reason(error))
         except BaseException:  # noqa: BLE001 - whatever it is, clients and the operator are told

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 
+from colibri.arrays import abandon
 from colibri.connection import Lines
 from colibri.errors import ColibriError
 from colibri.listen import Listener, activated, number_of_files
@@ -100,10 +101,15 @@ class Server:
             self.log.line(f"stopping: {self._num_unanswered} requests to finish")
             self.stop()
             return
+        self._exit("terminated" if number == signal.SIGTERM else "interrupted", 128 + number)
+
+    def _exit(self, line, status):
+        """Ends the process while a step runs, without what it has half done."""
         for listener in self._listeners:
             listener.unlink()
-        os.write(2, b"terminated\n" if number == signal.SIGTERM else b"interrupted\n")
-        os._exit(128 + number)
+        abandon()
+        os.write(2, f"{line}\n".encode())
+        os._exit(status)
 
     def stop(self):
         self.is_draining = True
@@ -138,10 +144,8 @@ class Server:
         for connection in list(self.connections):
             connection.transport.abort()
         if not await asyncio.to_thread(self.scheduler.stop, CUT_SECONDS):
-            for listener in self._listeners:
-                listener.unlink()
-            os.write(2, b"scheduler: a step does not end, expected it to; look at the GPU with nvidia-smi and dmesg\n")
-            os._exit(2)  # the engine cannot be closed while it runs
+            # The engine cannot be closed while it runs.
+            self._exit("scheduler: a step does not end, expected it to; look at the GPU with nvidia-smi and dmesg", 2)
 
     def _check(self):
         now = time.monotonic()

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "metrics": ("report",), "requests": ("arrays", "engine", "report", "text", "errors"),
     "scheduler": ("engine", "requests", "errors"), "connection": ("requests",),
     "http": ("connection", "metrics", "requests", "errors"),
-    "server": ("connection", "http", "listen", "log", "metrics", "requests", "scheduler", "stdio", "errors"),
+    "server": ("arrays", "connection", "http", "listen", "log", "metrics", "requests", "scheduler", "stdio", "errors"),
     "serve": ("build", "engine", "listen", "scheduler", "http", "server", "errors"),
     "doctor": ("build", "checkpoint", "device", "engine", "errors", "native"),
     "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "arrays", "serve", "errors"),

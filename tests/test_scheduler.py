@@ -470,3 +470,15 @@ def test_hidden_states_of_a_stack(tmp_path, monkeypatch):
         assert str(cut.error) == (f"{tmp_path}/cut.npy: ends within row 600, expected 1300 rows; it was cut off while it "
                                   "was read")
         assert sorted(path.name for path in tmp_path.glob("*-y.npy*")) == ["0-y.npy", "1-y.npy", "2-y.npy"]
+
+
+def test_stopped_within_a_stack(tmp_path):
+    """What it has written so far is removed."""
+    with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host") as engine:
+        scheduler = Scheduler(engine, 0, CHUNK, lambda: None)
+        scheduler.submit(item := stack_request(engine.checkpoint, np.ones((1300, 64), np.float32), tmp_path))
+        turn(scheduler)
+        assert list(tmp_path.glob("x-y.npy.*"))
+        scheduler._stopping = True
+        scheduler.start()
+        assert scheduler.stop(10) and item.finish is None and not list(tmp_path.glob("x-y.npy*"))

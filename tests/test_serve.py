@@ -406,9 +406,9 @@ def test_what_the_time_to_drain_cuts(moe_32, tmp_path):
         assert client.receive() is None and service.process.wait(TIMEOUT) == 0
 
 
-SLOW = ("import sys, time\nfrom colibri import run\nfrom colibri.engine import Engine\nstep = Engine.advance\n"
-        "def slow(*arguments):\n    time.sleep(0.05)\n    return step(*arguments)\n"
-        "Engine.advance = slow\nsys.exit(run.command())")
+SLOW = ("import sys, time\nfrom colibri import run\nfrom colibri.engine import Engine\n"
+        "def slow(step):\n    return lambda *arguments: time.sleep(0.05) or step(*arguments)\n"
+        "Engine.advance, Engine.stack = slow(Engine.advance), slow(Engine.stack)\nsys.exit(run.command())")
 
 
 def slow_service(model, folder, *options):
@@ -447,6 +447,19 @@ def test_a_second_signal_ends_it_at_once(moe_32, tmp_path, number, status, word)
         began = time.monotonic()
         assert service.stop(number) == status and time.monotonic() - began < 1
         assert service.log.endswith(f"{word}\n") and not service.path.exists()
+
+
+def test_a_second_signal_leaves_nothing_half_written(tmp_path):
+    model, folder = write_model(tmp_path / "stack.bin", STACK), tmp_path / "out"
+    folder.mkdir()
+    np.save(tmp_path / "x.npy", np.zeros((100_000, 64), np.float32))
+    with slow_service(model, tmp_path) as service, service.client() as client:
+        client.send({"id": 1, "input": str(tmp_path / "x.npy"), "output": str(folder / "y.npy")})
+        while not os.listdir(folder):
+            time.sleep(0.01)
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert len(os.listdir(folder)) == 1 and service.stop() == 143 and not os.listdir(folder)
 
 
 def test_killed_and_started_again(moe_32, tmp_path):
