@@ -70,12 +70,15 @@ def config_string(header):
 
 
 def check_defines(checkpoint):
-    """That DEFINES holds options of a compiler, and none that contradicts the model."""
+    """That DEFINES holds names that config.h has, and nothing that contradicts the model."""
     for option in os.environ.get("DEFINES", "").split():
         name, _, value = option.removeprefix("-D").partition("=")
         if not DEFINE.fullmatch(option):  # make would expand $(...) in it
             fix = f"write DEFINES=-D{option}" if DEFINE.fullmatch(f"-D{option}") else "leave it out"
             raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE; {fix}")
+        if name not in headers.default().options:
+            raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE with a NAME of "
+                               f"{' '.join(headers.default().options)}; correct it")
         field = name.lower()
         shape = field in headers.default().structs["Config"].names and field in checkpoint.header
         if shape and value != str(checkpoint.header[field]):
