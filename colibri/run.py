@@ -32,7 +32,7 @@ from colibri.errors import ColibriError
 from colibri.text import Stream, codec
 
 USAGE = """python -m colibri.run --model FILE [options]
-       python -m colibri.run --doctor"""
+       python -m colibri.run --doctor [--model FILE]"""
 
 DESCRIPTION = """\
 Runs a model. Three kinds of run, each ending in a table of its figures:
@@ -69,21 +69,12 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="")  # argparse's own hides a full disk
 
 
-class Doctor(argparse.Action):
-    """Like --help: needs no other option, and ends the program."""
-
-    def __call__(self, parser, *_):
-        from colibri import doctor
-        print(doctor.report())
-        parser.exit()
-
-
 def parse(arguments):
     parser = Parser(prog="python -m colibri.run", usage=USAGE, description=DESCRIPTION, epilog=EXAMPLES,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", metavar="FILE", required=True, help="the .bin that python -m converter wrote")
-    add("--doctor", action=Doctor, nargs=0, help="what this machine has and lacks, then exit")
+    add("--model", metavar="FILE", help="the .bin that python -m converter wrote")
+    add("--doctor", action="store_true", help="what this machine has and lacks, for the model or for any, then exit")
     add("--backend", type=_choice("--backend", BACKENDS), default="auto", metavar="|".join(BACKENDS),
         help="auto takes a GPU where there is one, and says why not otherwise")
     add("--dispatch", type=_choice("--dispatch", DISPATCH), metavar="|".join(DISPATCH),
@@ -118,9 +109,15 @@ def parse(arguments):
     stack.add_argument("--output", metavar="Y.npy", help="float32 of the same shape, written when complete")
     serve.add_options(parser, _int, _choice)
     options, unknown = parser.parse_known_args(arguments)
+    if options.model is None and not options.doctor:
+        parser.error("the following arguments are required: --model")
     if unknown:
         valid = " ".join(name for action in parser._actions for name in action.option_strings)
         raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
+    if options.doctor:
+        from colibri import doctor
+        print(doctor.report(options.model))
+        parser.exit()
     is_text = options.prompt is not None or options.prompt_ids is not None
     options.kind = "text" if is_text else "latency"
     if not is_text and (options.input, options.output) != (None, None):

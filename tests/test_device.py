@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -286,12 +287,26 @@ def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
     write_model(tmp_path / "a-model-with-a-long-name.bin", ffn=1000 + os.getpid() % 1000)
     (tmp_path / "broken.bin").write_bytes(b"COLI" + bytes([1, 0, 0, 0]) * 100)
     lines = program("colibri.run", "--doctor", cwd=tmp_path).stdout.decode().splitlines()
-    assert max(map(len, lines)) <= 80 and lines[-1].startswith("to build")
-    text = "\n".join(lines)
-    assert re.search(r"^ready.bin +ok: its library is built for host$", text, re.MULTILINE)
-    assert re.search(r"^a-model-with-a-long-name.bin +no library yet: colibri.run builds it", text, re.MULTILINE)
-    assert re.search(r"^broken.bin +broken.bin: version=1", text, re.MULTILINE)
+    assert all(len(line) <= 80 or "/libcolibri.so" in line for line in lines) and lines[-1].startswith("to build")
+    text = re.sub(r"\n +", " ", "\n".join(lines))
+    ready, broken = r"^ready.bin +ok: \S+ is built; make makes it again$", r"^broken.bin +broken.bin: version=1"
+    new = (r"^a-model-with-a-long-name.bin +\S+: not built, expected ready for --no-build; run make "
+           r"MODEL=a-model-with-a-long-name.bin$")
+    assert all(re.search(line, text, re.MULTILINE) for line in (ready, broken, new))
     assert re.search(r"^libraries +(ok: no others in build/|\d+ more in build/)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("named_first", [True, False])
+def test_doctor_of_one_model(tmp_path, moe_32, named_first):
+    """Wherever --model stands: the library that it needs, or what is wrong with the file, and no other model's."""
+    library = build.library_path(Checkpoint(moe_32))
+    shutil.copy(moe_32, tmp_path / "other.bin")
+    for name, line in ((moe_32, f"ok: {library} is built; make makes it again"),
+                       ("none.bin", "none.bin: not found, expected a model file; make one with")):
+        options = ("--model", name, "--doctor") if named_first else ("--doctor", "--model", name)
+        run = program("colibri.run", *options, cwd=tmp_path)
+        words = run.stdout.decode().split()
+        assert run.returncode == 0 and f"{Path(name).name} {line}" in " ".join(words) and "other.bin" not in words
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
