@@ -16,7 +16,8 @@ from colibri import build, headers
 from colibri.checkpoint import Checkpoint
 
 PROMPT = ("--prompt", "hello")
-NAMES = re.findall(r"^#ifndef (?!COLIBRI|CUDA)(\w+)", (ROOT / "native" / "config.h").read_text(), re.MULTILINE)
+CONFIG = (ROOT / "native" / "config.h").read_text()
+NAMES = re.findall(r"^#ifndef (?!COLIBRI|CUDA)(\w+)", CONFIG, re.MULTILINE)
 
 
 @pytest.fixture
@@ -310,9 +311,10 @@ def test_a_limit_of_the_build_says_so():
     for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
                             (["ARCH=sm_70"], "ARCH=sm_70: expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
                             (["ARCH="], "ARCH=: expected one of host "),
-                            *((["DEFINES=" + wrong], f"DEFINES={wrong}: expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, "
-                               f"and a NAME of {' '.join(NAMES)}.  Stop.\n") for wrong in (
-                                   "MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90", "-DMAX_BATCH=64 -DX=1"))):
+                            *((["DEFINES=" + wrong], (f"DEFINES={wrong}: expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, "
+                                                        f"and a NAME of {' '.join(NAMES)}.  Stop.\n"))
+                              for wrong in ("MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90",
+                                            "-DMAX_BATCH=64 -DX=1"))):
         made = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert made.returncode == 2 and line in made.stderr
 

@@ -611,10 +611,30 @@ def test_logs(moe_32):
     assert re.fullmatch(r'serving moe-32.bin on stdin\n\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ request id="a b\\n\\u00e9" '
                         r"prompt_tokens=10 tokens=2 finish=length ttft_ms=[\d.]+ itl_p99_ms=[\d.]+\n", text)
     _, text = run(moe_32, secret, "--log-format", "json", "--log-prompts")
-    line = json.loads(text.splitlines()[1])
+    serving, line = map(json.loads, text.splitlines())
+    assert serving == {"time": serving["time"], "event": "serving", "model": "moe-32.bin", "serve": "stdin"}
     assert line == {**line, "event": "request", "id": "a b\n\xe9", "tokens": 2, "finish": "length", "prompt": "my secret\n"}
     _, text = run(moe_32, b'{"id": 1, "prompt": "my secret", "seed": -1}\n', "--log-prompts")
     assert "Z request id=1 finish=error code=bad_request\n" in text and "secret" not in text
+
+
+def test_every_line_of_a_log_in_json(moe_32):
+    process = subprocess.Popen([sys.executable, "-c", SLOW, "--backend", "host", "--model", str(moe_32), "--serve", "-",
+                                "--http", ":0", "--log-format", "json"], cwd=ROOT, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    lines = [process.stderr.readline()]
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        lines.append(process.stderr.readline())
+    _, rest = process.communicate(timeout=TIMEOUT)
+    serving, stopping, terminated = ({**json.loads(line), "time": ""} for line in lines)
+    assert process.returncode == 143 and rest == b""
+    assert serving == {"time": "", "event": "serving", "model": "moe-32.bin", "serve": "stdin", "http": serving["http"]}
+    assert re.fullmatch(r"127.0.0.1:\d+", serving["http"])
+    assert stopping == {"time": "", "event": "stopping", "requests": 1} and terminated == {"time": "", "event": "terminated"}
 
 
 def test_a_full_disk_under_the_log(moe_32, tmp_path):
