@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from converter_files import MIXTRAL_CONFIG, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
 from test_converter import DATA, convert, refusal
+from test_safetensors import entry, write
 
 from colibri.checkpoint import Checkpoint
 from colibri.engine import Engine
@@ -396,3 +397,26 @@ def test_whether_a_model_fits_the_gpu(capsys, monkeypatch, tmp_path, tool, name,
 def test_options_of_inspect(capsys, arguments, cause):
     assert converter.main([str(FAMILY / "mixtral"), *arguments]) == 2
     assert cause in capsys.readouterr().err
+
+
+def write_safetensors(path, arrays):
+    ends = np.cumsum([array.nbytes for array in arrays.values()]).tolist()
+    header = {name: entry("F16", array.shape, end - array.nbytes, end) for end, (name, array) in zip(ends, arrays.items())}
+    write(path, header, b"".join(array.tobytes() for array in arrays.values()))
+
+
+@pytest.mark.parametrize("arguments", [["--inspect"], ["a.bin", "--k", "1", "--renormalize", "--activation", "silu"]])
+def test_a_whole_model_without_its_config(capsys, tmp_path, arguments):
+    """Is not taken for a bare stack, which needs none."""
+    arrays = mixtral_arrays()
+    write_safetensors(tmp_path / "model.safetensors", arrays)
+    error = ("model.safetensors: model.embed_tokens.weight (and 6 more) of a whole language model, but no config with "
+             "model_type, expected its config.json beside it; put it there, or name it with --config\n")
+    assert refusal(capsys, tmp_path / "model.safetensors", *arguments).endswith(error)
+    attention = {name: array for name, array in arrays.items() if "moe" in name or "q_proj" in name}
+    write_safetensors(tmp_path / "model.safetensors", attention)
+    assert "0.self_attn.q_proj.weight (and 1 more) of a whole language model, but no" in refusal(capsys, tmp_path / "model.safetensors", *arguments)
+    stack = {name: array for name, array in arrays.items() if "moe" in name}
+    write_safetensors(tmp_path / "model.safetensors", stack)
+    assert inspected(capsys, tmp_path / "model.safetensors")["missing"] == [
+        "a choice of --k", "a choice of --renormalize or --no-renormalize"]
