@@ -55,9 +55,6 @@ GROUPED = ("deepseek_v2", "deepseek_v3", "glm4_moe")  # families whose models ha
 # A header field that a family's row settles -> the tensor that such a family brings along.
 BROUGHT = {"router_bias": "router_bias", "router_logit_bias": "router_logit_bias", "expert_bias": "experts_up_bias",
            "ffn_out_bias": "ffn_out_bias", "shared_gate": "shared_gate"}
-# Templates that only whole language models have.
-WHOLE = {part.template for family in names.FAMILIES.values() for key in ("embed", L + "qkv")
-         for parts in family.tensors[key] for part in parts}
 
 
 def bare_family(tensors, where):
@@ -85,7 +82,9 @@ def bare_family(tensors, where):
     best = max(matched for matched, _, _ in candidates)
     same = [(family, fields) for matched, family, fields in candidates if matched == best]
     family, fields = same[0]
-    whole = [name for name in tensors if _template(name.removeprefix(family.prefix))[0] in WHOLE]
+    foreign = {part.template for other, _ in same for key in ("embed", L + "qkv")
+               for parts in other.tensors.get(key, []) for part in parts}
+    whole = [name for name in tensors if _template(name.removeprefix(family.prefix))[0] in foreign]
     if whole:
         raise ColibriError(f"{where}: {whole[0]}{_more(whole)} of a whole language model, but no config with model_type, "
                            "expected its config.json beside it; put it there, or name it with --config")
