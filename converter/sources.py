@@ -195,6 +195,10 @@ def sources(family, tensors, fields, where, keys=None):
     """bind, with an error for a tensor that is missing or extra."""
     bound = bind(family, tensors, fields, where, keys)
     if bound.missing:
+        layers = {_template(name.removeprefix(family.prefix))[1] for name in tensors} - {None}
+        if keys and min(layers) > 0:
+            raise ColibriError(f"{where}: layers from {min(layers)} on, expected the first to be 0; convert the checkpoint that "
+                               "has those before it, or rename these")
         raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{_more(bound.missing)}, expected "
                            f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers; "
                            "the checkpoint is incomplete")

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from converter_files import MIXTRAL_CONFIG, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
+from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
 from test_converter import DATA, convert, refusal
 from test_safetensors import entry, write
 
@@ -397,6 +397,17 @@ def test_whether_a_model_fits_the_gpu(capsys, monkeypatch, tmp_path, tool, name,
 def test_options_of_inspect(capsys, arguments, cause):
     assert converter.main([str(FAMILY / "mixtral"), *arguments]) == 2
     assert cause in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numbers, error", [
+    ([3, 4], "layers from 3 on, expected the first to be 0; convert the checkpoint that has those before it, or rename these"),
+    ([0, 2], ("missing tensor transformer.h.1.mlp.router.weight (and 6 more), expected 3 experts in each MoE layer of 3 "
+              "layers; the checkpoint is incomplete"))])
+def test_bare_layers_that_are_not_all(capsys, tmp_path, numbers, error):
+    arrays = {name.replace("h.0.", f"h.{number}."): array
+              for number in numbers for name, array in gpt_arrays(layers=1).items()}
+    write_pt(tmp_path / "a.pt", arrays)
+    assert refusal(capsys, tmp_path / "a.pt", tmp_path / "a.bin", *CHOICES) == f"{tmp_path}/a.pt: {error}\n"
 
 
 def write_safetensors(path, arrays):
