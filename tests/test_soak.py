@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 from conftest import ROOT, program
 
-from bench import soak
+from bench import load, soak
 
 
 def test_some_seconds(moe_32):
@@ -31,8 +32,17 @@ def test_load(moe_32, tmp_path):
     assert [row["offered_rps"] for row in rows] == ["5", "10"]
     for row in rows:
         assert row["refused"] == "0" and 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
-        assert 0 <= float(row["itl_p50_ms"]) <= float(row["itl_p99_ms"])
+        assert 0 < float(row["itl_p50_ms"]) <= float(row["itl_p99_ms"])
     assert not plot or (tmp_path / "load.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_time_between_tokens_that_arrive_together():
+    """Is each one's share of the time since those before; the first ones have none."""
+    record = object.__new__(load.Record)
+    for times, expected in (([1.0, 1.0, 1.25, 2.0, 2.0, 2.0], [250] * 4), ([1.0, 1.5, 1.75], [500, 250]), ([1.0], []),
+                            ([], [])):
+        record.times = times
+        np.testing.assert_allclose(record.itl(), expected)
 
 
 @pytest.fixture
