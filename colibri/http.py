@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import select
 import time
 
 from colibri.connection import Connection
@@ -64,6 +65,15 @@ class Http(Connection):
         self.is_sated = len(self._input) > self.server.reader.max_bytes  # of further requests, while one runs
         self.flush()
         return count == 0
+
+    def check(self, now):
+        """Also notices a client that leaves while no more of its requests are read."""
+        super().check(now)
+        if self.is_sated and not self.is_closing:
+            poll = select.poll()
+            poll.register(self.transport.get_extra_info("socket"), select.POLLRDHUP)
+            if poll.poll(0):
+                self.close()
 
     def is_within_message(self):
         return self._h11.their_state is h11.SEND_BODY or bool(self._h11.trailing_data[0])

@@ -361,6 +361,20 @@ def test_a_client_that_leaves_without_a_stream(service):
     service.wait_for('requests_total{finish="cancelled"}', cancelled + 1)
 
 
+def test_a_client_that_leaves_while_it_is_not_read(moe_32, tmp_path):
+    """With more behind its request than is read ahead."""
+    body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 490}).encode()
+    with slow_service(moe_32, tmp_path, "--http", ":0") as service:
+        with socket.create_connection(("127.0.0.1", service.port)) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            service.wait_for("running_requests", 1)
+            connection.sendall(b"x" * 70_000)
+            time.sleep(1.5)
+            assert service.metric("running_requests") == 1  # as long as it is there
+        service.wait_for("running_requests", 0)
+        assert service.metric('requests_total{finish="cancelled"}') == 1
+
+
 def test_draining(moe_32, tmp_path):
     service = slow_service(moe_32, tmp_path, "--http", ":0")
     with service:
