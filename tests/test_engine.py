@@ -1,5 +1,6 @@
 """Engine and Session: the same bits however tokens are fed, slots, limits, sampling, threads."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -250,6 +251,18 @@ def test_closed_and_doubled_sessions(moe_32):
                 lambda: engine.pin(np.zeros(3))):
         with pytest.raises(ColibriError, match="engine: closed"):
             use()
+
+
+def test_a_view_of_the_state_outlives_the_engine(moe_32):
+    engine = Engine(moe_32, backend="host")
+    with engine.session() as session:
+        session.prefill(TEXT)
+    logits = engine.state("logits", 1)
+    kept = logits.copy()
+    engine.close()
+    del engine, session
+    gc.collect()
+    np.testing.assert_array_equal(logits, kept)
 
 
 def test_seeded_sampling(engine):
