@@ -45,7 +45,7 @@ class Record:
 
 
 class Connection(asyncio.Protocol):
-    """Requests of one connection. What arrives is only noted, and read when a request ends: it shares the processors."""
+    """Requests of one connection. What arrives is noted, and read when a request ends: it shares the processors."""
 
     def __init__(self):
         self.records, self.arrived = {}, []
@@ -158,7 +158,8 @@ def main():
         for rate in options.rates:
             rows.append({"offered_rps": rate, **asyncio.run(offered(service, rate, options.seconds, 1)),
                          "command": " ".join(["python -m bench.load", *sys.argv[1:]])})
-            writer.writerow({name: plain(value) if isinstance(value, float) else value for name, value in rows[-1].items()})
+            writer.writerow({name: plain(value) if isinstance(value, float) else value
+                             for name, value in rows[-1].items()})
             sys.stdout.flush()
     if options.png:
         draw(rows, options.png)

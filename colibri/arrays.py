@@ -161,8 +161,8 @@ class Rows:
         except OSError as error:
             raise ColibriError(f"{self.path}: {error.strerror}, expected to read rows there") from None
         if len(data) < count * row_bytes:
-            raise ColibriError(f"{self.path}: ends within row {start + len(data) // row_bytes}, expected {len(self)} rows; "
-                               "it was cut off while it was read")
+            raise ColibriError(f"{self.path}: ends within row {start + len(data) // row_bytes}, expected {len(self)} "
+                               "rows; it was cut off while it was read")
         rows = np.frombuffer(data, self._dtype).reshape(count, -1)
         check_rows(self.path, rows, start)
         return rows

@@ -135,8 +135,9 @@ def _make(library, command, config):
     if made.returncode or not library.exists():
         log = library.parent / "make.log"
         log.write_text(made.stdout)
-        cause = [line for line in made.stdout.splitlines() if re.search(r"error:|Error \d|fatal", line)] or [f"status {made.returncode}"]
-        raise ColibriError(f"{' '.join(command)}: {cause[0].strip()}; the whole output is in {short(log)}")
+        cause = next((line for line in made.stdout.splitlines() if re.search(r"error:|Error \d|fatal", line)),
+                     f"status {made.returncode}")
+        raise ColibriError(f"{' '.join(command)}: {cause.strip()}; the whole output is in {short(log)}")
     os.utime(library)  # newer than every source, also than one that this build does not use
 
 

@@ -1,4 +1,4 @@
-"""A server's log: one line a request on stderr, each written at once, by a thread that a slow or full log cannot hold up."""
+"""A server's log: one line a request on stderr, each written at once, by a thread: a slow log holds nothing up."""
 
 import json
 import os

@@ -8,8 +8,8 @@ import sys
 def _give_up(_, error, __):
     """A line for what goes wrong during the imports, such as a memory limit that leaves no room for them."""
     cause = str(error).strip().rpartition("\n")[2] or type(error).__name__
-    os.write(2, f"python -m colibri.run: imports: {cause}, expected memory and the packages of setup.cfg; raise the limit, "
-                "or install again\n".encode())
+    os.write(2, f"python -m colibri.run: imports: {cause}, expected memory and the packages of setup.cfg; raise the "
+                "limit, or install again\n".encode())
     os._exit(2)
 
 
@@ -154,7 +154,7 @@ def _check_kind(options):
 
 
 def _check_sampling(options):
-    """Makes options.sampler, and the seed of random input. Greedy output that was asked for with --top-k or --top-p is a mistake."""
+    """Makes options.sampler, and the seed of random input. --top-k and --top-p are a mistake where output is greedy."""
     options.seed = options.seed or 0
     options.sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
                                             1.0 if options.top_p is None else options.top_p, options.seed), "--")
@@ -233,7 +233,7 @@ def _check_batch_size(batch_size, engine):
 
 
 def prepare(options, checkpoint):
-    """What can be wrong with the input is found before a library is built: (codec, the prompt's tokens), or the array."""
+    """(codec, the prompt's tokens), or the array: what is wrong with the input is found before a library is built."""
     if options.kind == "text":
         is_numbers = options.prompt is None
         used = codec(checkpoint, is_numbers)

@@ -98,7 +98,8 @@ class Server:
         """The first asks for an end, the second makes one."""
         if not self._signals:
             self._signals.append(number)
-            self.log.event("stopping", f"stopping: {self._num_unanswered} requests to finish", requests=self._num_unanswered)
+            self.log.event("stopping", f"stopping: {self._num_unanswered} requests to finish",
+                           requests=self._num_unanswered)
             self.stop()
             return
         word = "terminated" if number == signal.SIGTERM else "interrupted"
@@ -176,8 +177,8 @@ class Server:
 
     def submit(self, request):
         if self.is_draining:
-            raise Refused("server: shutting down, expected a running one; send it to another, or again later", "shutdown",
-                          request.id)
+            raise Refused("server: shutting down, expected a running one; send it to another, or again later",
+                          "shutdown", request.id)
         self.scheduler.submit(request)
         self._num_unanswered += 1
 

@@ -93,7 +93,7 @@ def test_combine(mlp, rows):
 
 
 def bits_of(gpu, op, source, out, values, sizes, launched, layer=0):
-    """What op makes of the first so many rows of `values`, for each size, as bits; launched: for so many, or as many."""
+    """What op makes of the first so many rows of `values`, for each size, as bits. launched: None: for as many."""
     for size in sizes:
         gpu.write(source, values[:size])
         gpu.run_op("begin", size)  # also sets the true number, which the launch of more keeps
@@ -140,7 +140,8 @@ def test_attention_experts(moa, rows):
         assert np.isnan(moa.gpu.state("x")[rows:]).all()
 
 
-@pytest.mark.parametrize("launched, sizes", [(512, (512, 65, 9, 1)), (64, (64, 33, 8, 1)), (None, (64, 33, 9, 8, 3, 1))])
+@pytest.mark.parametrize("launched, sizes", [(512, (512, 65, 9, 1)), (64, (64, 33, 8, 1)),
+                                             (None, (64, 33, 9, 8, 3, 1))])
 def test_rows_of_queries_do_not_depend_on_their_batch(moa, launched, sizes):
     values = moa.rng.standard_normal((512, moa.header["hidden"])).astype(np.float32)
     assert_same_rows(bits_of(moa.gpu, "queries", "normed", "q", values, sizes, launched))

@@ -63,6 +63,6 @@ def test_host_run_imports_no_cuda_and_no_progress_bar():
 def test_a_clone_named_like_the_package_hides_nothing(tmp_path):
     """Started beside a clone called colibri, whose root is no package."""
     (tmp_path / "colibri" / "native").mkdir(parents=True)
-    found = subprocess.run([sys.executable, "-c", "import colibri.native; print(colibri.native.__file__)"], cwd=tmp_path,
-                           capture_output=True, text=True, check=False)
+    found = subprocess.run([sys.executable, "-c", "import colibri.native; print(colibri.native.__file__)"],
+                           cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.stdout.strip() == str(ROOT / "colibri" / "native.py"), found.stderr

@@ -17,10 +17,12 @@ from bench import load, soak
 def test_some_seconds(moe_32):
     """Too short for what memory is promised; the rest holds."""
     run = subprocess.run([ROOT / "bench" / "stress.sh", "--soak", "0.1", "--clients", "4", "--model", moe_32, "--json"],
-                         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+                         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
+                         check=False)
     figures = json.loads(run.stdout)
     assert [failure for failure in figures["failures"] if not failure.startswith("memory: ")] == []
-    assert figures["length"] > 20 and figures["HTTP requests"] and figures["bad lines"] and figures["leaves"] and figures["stopped clients"]
+    assert figures["length"] > 20
+    assert all(figures[name] for name in ("HTTP requests", "bad lines", "leaves", "stopped clients"))
     assert figures["free slots"] == "16 of 16"
 
 
@@ -52,7 +54,8 @@ def client(monkeypatch):
         raise AssertionError(reason)
     monkeypatch.setattr(soak.Client, "fail", fail)
     client = soak.Client(None, None, "model.bin", [{"request": {}, "output": [5, 6, 7]}], 0)
-    client.pending[1] = {"case": 0, "stream": True, "seen": [], "deadline": False, "cancelled": False, "cancel_after": None}
+    client.pending[1] = {"case": 0, "stream": True, "seen": [], "deadline": False, "cancelled": False,
+                         "cancel_after": None}
     client.connection = Answers()
     return client
 
@@ -63,8 +66,8 @@ class Answers(list):
 
 
 def final(**changes):
-    return {"id": 1, "ids": [5, 6, 7], "finish_reason": "length", "prompt_tokens": 1, "completion_tokens": 3, "ttft_ms": 1.0,
-            "itl_p50_ms": 1.0, "itl_p99_ms": 1.0, **changes}
+    return {"id": 1, "ids": [5, 6, 7], "finish_reason": "length", "prompt_tokens": 1, "completion_tokens": 3,
+            "ttft_ms": 1.0, "itl_p50_ms": 1.0, "itl_p99_ms": 1.0, **changes}
 
 
 TOKENS = [{"id": 1, "token": token} for token in (5, 6, 7)]
@@ -100,7 +103,8 @@ def test_what_the_end_notices():
     log = ["2026-01-01T00:00:00Z request id=1 finish=length\n"]
     assert soak.check([{}], flat, (4, 4), 0, log) == []
     assert soak.check([{"failure": "x"}], flat, (4, 4), 0, log) == ["x"]
-    assert soak.check([{}], grown, (4, 4), 0, log) == ["memory: resident grew from 100.0 to 103.0 MiB, expected at most 2%"]
+    assert soak.check([{}], grown, (4, 4), 0, log) == [
+        "memory: resident grew from 100.0 to 103.0 MiB, expected at most 2%"]
     assert soak.check([{}], flat, (3, 4), 0, log) == ["slots: 3 free at the end, expected all 4"]
     assert soak.check([{}], flat, (4, 4), 1, log) == ["service: ended with 1, expected 0"]
     assert "is no line of one request" in soak.check([{}], flat, (4, 4), 0, [log[0][:-1] + log[0][5:]])[0]
