@@ -3,7 +3,8 @@
 ARCHS   := host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 ARCH    := host
 $(if $(filter $(ARCHS),$(ARCH)),,$(error ARCH=$(ARCH): expected one of $(ARCHS)))
-$(if $(filter-out -%,$(DEFINES)),$(error DEFINES=$(DEFINES): expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64))
+NAMES   := $(shell sed -n 's/^.ifndef //p' native/config.h | grep -v -e ^COLIBRI_ -e ^CUDA_ARCH)
+$(if $(filter-out $(NAMES:%=-D%=%),$(DEFINES)),$(error DEFINES=$(DEFINES): expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, and a NAME of $(NAMES)))
 PYTHON  := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 CONFIG  := $(strip $(if $(MODEL),$(shell $(PYTHON) -m colibri.build --defines $(MODEL))) $(DEFINES))
 $(if $(filter-out 0,$(if $(MODEL),$(.SHELLSTATUS))),$(error MODEL=$(MODEL): cannot read its shape))

@@ -1,8 +1,9 @@
 """Conversion speed and memory against cp of the same files: python -m bench.convert [--gib 1] [--runs 5] [--sharded]
 
-Generates a GPT-style checkpoint of f16 noise, one .pt or a folder of safetensors shards, then alternates cp, cp followed by sync of the copy, and the converter,
-each a process of its own with the checkpoint in the page cache. Ratios are medians over neighbours, so a busy machine
-hits both. The converter waits until its output is on the disk, as the second does and the first does not.
+Generates a GPT-style checkpoint of f16 noise, one .pt or a folder of safetensors shards, then alternates cp, cp
+followed by sync of the copy, and the converter, each a process of its own with the checkpoint in the page cache. Ratios
+are medians over neighbours, so a busy machine hits both. The converter waits until its output is on the disk, as the
+second does and the first does not.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def _int(value):
 
 
 def measure(command, output):
-    """(seconds, peak anonymous KiB) of a process that makes `output`, sampled every 5 ms. The output is removed again."""
+    """(seconds, peak anonymous KiB) of a process that makes `output`, sampled every 5 ms; then removes the output."""
     os.sync()  # or each would pay for what the one before left unwritten
     started, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -111,7 +112,8 @@ def main():
         (write_shards if options.sharded else write_pt)(checkpoint, math.ceil(options.gib * 2 ** 30 / LAYER_BYTES))
         files = checkpoint.iterdir() if options.sharded else [checkpoint]
         megabytes = sum(file.stat().st_size for file in files) / 1e6
-        convert = [sys.executable, "-m", "converter", checkpoint, output, "--k", "2", "--activation", "gelu", "--renormalize"]
+        convert = [sys.executable, "-m", "converter", checkpoint, output, "--k", "2", "--activation", "gelu",
+                   "--renormalize"]
         cp, synced, converter, peaks = [], [], [], []
         for _ in range(options.runs):
             cp.append(measure(["cp", "-rT", checkpoint, copy], copy)[0])

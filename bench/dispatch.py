@@ -23,7 +23,8 @@ from colibri.engine import DISPATCH, Engine, Sampler
 from colibri.errors import ColibriError
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYER_OPS = ("norm", "qkv", "rope", "attention", "attention_out", "norm", "router", "experts_up", "experts_down", "combine")
+LAYER_OPS = ("norm", "qkv", "rope", "attention", "attention_out", "norm", "router", "experts_up", "experts_down",
+             "combine")
 STEP_OPS = ("begin", "embed", "gather_norm", "lm_head", "sample")
 REPEAT = 20
 COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
@@ -78,7 +79,8 @@ def measure_dispatch(model, steps):
             decode(engine, session, 20)
             itl = decode(engine, session, min(steps, engine.context - 60))
             host, call, on_device = launches(engine, steps)
-            for metric, value in (("host", host), ("call", call), ("device", on_device), ("itl", statistics.median(itl))):
+            for metric, value in (("host", host), ("call", call), ("device", on_device),
+                                  ("itl", statistics.median(itl))):
                 yield dispatch, metric, value * 1e6, "us"
             if dispatch == "device":
                 layers = sum(op_seconds(engine, op, 1, 20) for op in LAYER_OPS) * engine.num_layers

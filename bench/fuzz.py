@@ -36,10 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300
 CASE_SECONDS = 20
 MAX_FILE_BYTES = 1 << 40  # sparse, but for its first bytes
-INTEGERS = (0, 1, 2, 3, 7, 63, 64, 65, 127, 128, 255, 256, 257, 511, 512, 4095, 4096, 65535, 1 << 16, 1 << 31, (1 << 31) - 1,
+INTEGERS = (0, 1, 2, 3, 7, 63, 64, 65, 127, 128, 255, 256, 257, 511, 512, 4095, 4096, 65535, 1 << 16, 1 << 31,
+            (1 << 31) - 1,
             (1 << 32) - 1, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 4096, (1 << 64) - 1)
 NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-45, 1e-5, 0.5, 3e38, -3e38, float("inf"), float("-inf"), float("nan"))
-TEXTS = ("", "a", "id", "prompt", "\u20ac", "\U0001f426", "\ud83d", "\0", "\n", "\x7f", "\u2028", "\x1b[31m", "../x", "e" * 129)
+TEXTS = ("", "a", "id", "prompt", "\u20ac", "\U0001f426", "\ud83d", "\0", "\n", "\x7f", "\u2028", "\x1b[31m", "../x",
+         "e" * 129)
 with np.errstate(over="ignore"):
     HALVES = np.array(NUMBERS).astype(np.float16)
 COMPILED_EVERY = 20  # of the files that are taken: what config.h thinks of their shape
@@ -56,14 +58,16 @@ def model_fields(random):
     """A header's fields of a small model of a random kind; not every combination makes sense."""
     pick = random.integers
     heads, bare = int(pick(1, 5)), pick(8) == 0
-    fields = {**dict.fromkeys(HEADER.names, 0), "window_layers": [], "dense_layers": [], "eos_ids": [0] * 8, "reserved": [0] * 42}
-    fields |= {"num_experts": int(pick(2, 9)), "k": int(pick(1, 3)), "num_layers": int(pick(1, 4)), "hidden": int(pick(1, 70)),
-               "ffn": int(pick(1, 70)), "num_groups": 1, "topk_groups": 1, "interleave_rows": 64, "max_positions": 128}
+    fields = {**dict.fromkeys(HEADER.names, 0), "window_layers": [], "dense_layers": [], "eos_ids": [0] * 8,
+              "reserved": [0] * 42}
+    fields |= {"num_experts": int(pick(2, 9)), "k": int(pick(1, 3)), "num_layers": int(pick(1, 4)),
+               "hidden": int(pick(1, 70)), "ffn": int(pick(1, 70)), "num_groups": 1, "topk_groups": 1,
+               "interleave_rows": 64, "max_positions": 128}
     fields |= {name: int(pick(2)) for name in FLAGS} | {name: int(pick(count)) for name, count in CODES.items()}
     fields |= {name: float(random.random()) for name in FLOATS}
     if not bare:
-        fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": 8, "v_head_dim": 8, "vocab_size": int(pick(1, 300)),
-                   "rotary_dim": int(pick(4)) * 2}
+        fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": 8, "v_head_dim": 8,
+                   "vocab_size": int(pick(1, 300)), "rotary_dim": int(pick(4)) * 2}
     if fields["attention_kind"] == headers.default().constants["ATTENTION_LATENT"]:
         fields |= {"kv_lora_rank": int(pick(1, 20)), "q_lora_rank": int(pick(20))}
     if pick(2):
@@ -116,7 +120,8 @@ def any_value(random, record, name):
     if dtype.kind == "f":
         return random.choice(NUMBERS)
     if dtype.kind == "S":
-        return random.choice([b"", b"embed", b"layers.0.router", b"layers.-1.router", b"\xff" * dtype.itemsize, b"COLI"])
+        return random.choice([b"", b"embed", b"layers.0.router", b"layers.-1.router", b"\xff" * dtype.itemsize,
+                              b"COLI"])
     return any_integer(random, int(np.ravel(record[name])[0]), dtype)
 
 
@@ -264,8 +269,8 @@ def request_case(random, folder):
     if start == 1:
         count = int(random.choice([10, 900, 1100, 10_000, 30_000]))
         return (random.choice([b"[", b'{"a":', b'{"id":[']) * count + random.choice([b"", b"]" * count]))
-    values = {"id": ["a", 7][random.integers(2)], "max_new_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.9, "seed": 1,
-              "stream": True, "deadline_ms": 1000}
+    values = {"id": ["a", 7][random.integers(2)], "max_new_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.9,
+              "seed": 1, "stream": True, "deadline_ms": 1000}
     if random.integers(3):
         values |= [{"prompt": "It was"}, {"prompt_ids": [1, 2, 255]}][random.integers(2)]
     else:
@@ -277,7 +282,8 @@ def request_case(random, folder):
     with unlimited_digits():
         line = json.dumps(values, ensure_ascii=bool(random.integers(2))).encode(errors="surrogatepass")
     for _ in range(random.choice([0, 0, 0, 1, 3])):
-        at, piece = random.integers(0, len(line) + 1), random.integers(0, 256, random.integers(0, 4)).astype(np.uint8).tobytes()
+        at = random.integers(0, len(line) + 1)
+        piece = random.integers(0, 256, random.integers(0, 4)).astype(np.uint8).tobytes()
         line = line[:at] + piece + line[at + random.integers(0, 3):]
     return line[:random.integers(len(line) + 1)] if random.integers(12) == 0 else line
 
@@ -323,8 +329,9 @@ def fuzz_request(random, folder, counts):
 
 def prepare_request(folder):
     prepare_step(folder)
-    subprocess.run([sys.executable, "-m", "converter", ROOT / "tests" / "data" / "gpt-moe-32.pt", folder.parent / "stack.bin",
-                    "--k", "2", "--activation", "gelu", "--renormalize"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "converter", ROOT / "tests" / "data" / "gpt-moe-32.pt",
+                    folder.parent / "stack.bin", "--k", "2", "--activation", "gelu", "--renormalize"], cwd=ROOT,
+                   check=True)
     np.save(folder / "x.npy", np.zeros((3, 64), np.float32))
 
 
@@ -361,12 +368,13 @@ def fuzz(name, seconds, seed, first, folder):
             rules[error.split("=")[0].split(": ")[-1][:40]] += 1
         number += 1
     common = ", ".join(f"{rule} {count}" for rule, count in rules.most_common(5))
-    print(f"{name}: {number - first} cases in {seconds} s, seed {seed}: {counts['taken']} taken, {sum(rules.values())} refused "
-          f"by {len(rules)} rules; most often {common}")
+    print(f"{name}: {number - first} cases in {seconds} s, seed {seed}: {counts['taken']} taken, {sum(rules.values())} "
+          f"refused by {len(rules)} rules; most often {common}")
     return True
 
 
-TARGETS = {"bin": (fuzz_bin, lambda _: None), "step": (fuzz_step, prepare_step), "request": (fuzz_request, prepare_request)}
+TARGETS = {"bin": (fuzz_bin, lambda _: None), "step": (fuzz_step, prepare_step),
+           "request": (fuzz_request, prepare_request)}
 
 
 def main():

@@ -3,9 +3,10 @@
     python -m bench.load                              # models/moe-32.pt's .bin, made where it is missing
     python -m bench.load --rates 10,20,40 --png load.png
 
-Requests come at random times, so many a second on average, whether earlier ones are answered or not. TTFT is from sending
-to the first token, ITL between two tokens; tokens that the service sends together arrive together. The plot needs
-matplotlib, the extra `plot`.
+Requests come at random times, so many a second on average, whether earlier ones are answered or not. TTFT is from
+sending to the first token. ITL is the time between two arrivals divided by the tokens that the later one brings, once
+for each of them: under load a client finds several tokens of a request in one read. Those that come with a request's
+first token have none. The plot needs matplotlib, the extra `plot`.
 """
 
 import argparse
@@ -36,14 +37,15 @@ class Record:
         self.sent, self.times, self.answer = time.perf_counter(), [], asyncio.Future()
 
     def itl(self):
-        return 1e3 * np.diff(self.times)
+        arrivals, counts = np.unique(self.times, return_counts=True)
+        return np.repeat(1e3 * np.diff(arrivals) / counts[1:], counts[1:])
 
     def ttft(self):
         return 1e3 * (self.times[0] - self.sent)
 
 
 class Connection(asyncio.Protocol):
-    """Requests of one connection. What arrives is only noted, and read when a request ends: it shares the processors."""
+    """Requests of one connection. What arrives is noted, and read when a request ends: it shares the processors."""
 
     def __init__(self):
         self.records, self.arrived = {}, []
@@ -156,7 +158,8 @@ def main():
         for rate in options.rates:
             rows.append({"offered_rps": rate, **asyncio.run(offered(service, rate, options.seconds, 1)),
                          "command": " ".join(["python -m bench.load", *sys.argv[1:]])})
-            writer.writerow({name: plain(value) if isinstance(value, float) else value for name, value in rows[-1].items()})
+            writer.writerow({name: plain(value) if isinstance(value, float) else value
+                             for name, value in rows[-1].items()})
             sys.stdout.flush()
     if options.png:
         draw(rows, options.png)

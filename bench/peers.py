@@ -1,10 +1,10 @@
-"""The MoE block beside what torch and transformers give on the same GPU, in one run, with the same random weights' shapes.
+"""The MoE block beside what torch and transformers give on the same GPU, in one run, with random weights alike.
 
     python3 -m bench.peers [--csv FILE]
 
-Peers: softmax, topk and normalisation in torch, in a CUDA graph; transformers' MixtralSparseMoeBlock with the grouped_mm
-experts, in a CUDA graph. Both rotate over the same number of layers as bench.kernels does, so weights are cold.
-Needs torch and transformers, which the engine itself does not.
+Peers: softmax, topk and normalisation in torch, in a CUDA graph; transformers' MixtralSparseMoeBlock with the
+grouped_mm experts, in a CUDA graph. Both rotate over the same number of layers as bench.kernels does, so weights are
+cold. Needs torch and transformers, which the engine itself does not.
 """
 
 import argparse
@@ -41,8 +41,8 @@ def router(tokens, experts, k):
 
 
 def mixtral_block(shape):
-    config = MixtralConfig(hidden_size=shape["hidden"], intermediate_size=shape["ffn"], num_local_experts=shape["num_experts"],
-                           num_experts_per_tok=shape["k"])
+    config = MixtralConfig(hidden_size=shape["hidden"], intermediate_size=shape["ffn"],
+                           num_local_experts=shape["num_experts"], num_experts_per_tok=shape["k"])
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         blocks = [MixtralSparseMoeBlock(config).to(torch.bfloat16) for _ in range(shape["num_layers"])]

@@ -3,8 +3,8 @@
     python -m bench.serve                        # moe-32.bin on this machine, two to three minutes
     python -m bench.serve --chunks 512,64 --seconds 20 --options="--backend host"
 
-`clients` rows: so many clients, each with one request after another. `prompts` rows: 8 clients stream while a prompt that
-fills the context arrives once a second, by --prefill-chunk; latencies are those that the clients see.
+`clients` rows: so many clients, each with one request after another. `prompts` rows: 8 clients stream while a prompt
+that fills the context arrives once a second, by --prefill-chunk; latencies are those that the clients see.
 """
 
 import argparse
@@ -125,7 +125,8 @@ def main():
     writer.writeheader()
 
     def write(kind, row, chunk=None):
-        row = {"kind": kind, "prefill_chunk": chunk, **row, "command": " ".join(["python -m bench.serve", *sys.argv[1:]])}
+        row = {"kind": kind, "prefill_chunk": chunk, **row,
+               "command": " ".join(["python -m bench.serve", *sys.argv[1:]])}
         writer.writerow({name: plain(value) if isinstance(value, float) else value for name, value in row.items()})
         sys.stdout.flush()
     with service(options) as running:

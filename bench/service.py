@@ -18,14 +18,16 @@ STOP_SECONDS = 60
 def example_model(model):
     """The model's name; the example is made where it is missing."""
     if model == "moe-32.bin" and not Path(model).exists():
-        subprocess.run([sys.executable, "-m", "converter", ROOT / "models" / "moe-32.pt", model], check=True, stdout=sys.stderr)
+        subprocess.run([sys.executable, "-m", "converter", ROOT / "models" / "moe-32.pt", model], check=True,
+                       stdout=sys.stderr)
     return model
 
 
 class Service:
     """python -m colibri.run --serve on free ports of 127.0.0.1, until the block ends.
 
-    pid, address, http: of the process and its two sockets. log: its lines on stderr after the one that says it is ready.
+    pid, address, http: of the process and its two sockets. log: its lines on stderr after the one that says it is
+    ready.
     """
 
     def __init__(self, model, *options):

@@ -5,9 +5,10 @@
 
 Each client is a process with a connection. It sends requests out of a catalogue, several at once, of random prompts,
 lengths and samplings; it cancels, leaves in the middle, sends lines that are none, sets deadlines, reads slowly, and is
-stopped (SIGSTOP) for seconds. Some requests go over HTTP. Before the load the service answers the whole catalogue, one request at a time: under load
-every answer must be the same, and one that was cut must be the beginning of it. Every request must end once. Afterwards
-all KV slots must be free, and memory where it was after the warm-up, within 2%. Status 1, and why, where something is not.
+stopped (SIGSTOP) for seconds. Some requests go over HTTP. Before the load the service answers the whole catalogue, one
+request at a time: under load every answer must be the same, and one that was cut must be the beginning of it. Every
+request must end once. Afterwards all KV slots must be free, and memory where it was after the warm-up, within 2%.
+Status 1, and why, where something is not.
 """
 
 import argparse
@@ -40,9 +41,10 @@ IDLE_SECONDS = 20       # for slots to become free at the end
 STOPPED_SECONDS = 0.2, 3.0
 LOG_LINE = re.compile(r"""\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w+( \w+=("([^"\\]|\\.)*"|[^\s"]+))*\n""")
 BAD_LINES = [
-    b"\n", b"{}\n", b"[]\n", b"null\n", b"{\n", b'{"id": "x"}\n', b'{"id": "x", "prompt": ""}\n', b"\xff\xfe\n", b"\0\n",
-    b'{"id": "x", "prompt": "\xe2\x82"}\n', b'{"id": "x", "prompt": "a", "prompt_ids": [1]}\n', b'{"cancel": 1, "id": 2}\n',
-    b'{"id": "x", "prompt": "a", "colour": 1}\n', b'{"id": "x", "prompt_ids": [1, 99999999]}\n', b"[" * 10000 + b"\n",
+    b"\n", b"{}\n", b"[]\n", b"null\n", b"{\n", b'{"id": "x"}\n', b'{"id": "x", "prompt": ""}\n', b"\xff\xfe\n",
+    b"\0\n", b'{"id": "x", "prompt": "\xe2\x82"}\n', b'{"id": "x", "prompt": "a", "prompt_ids": [1]}\n',
+    b'{"cancel": 1, "id": 2}\n', b'{"id": "x", "prompt": "a", "colour": 1}\n',
+    b'{"id": "x", "prompt_ids": [1, 99999999]}\n', b"[" * 10000 + b"\n",
     b'{"id": "x", "prompt": "a", "max_new_tokens": 0}\n', b'{"id": "x", "prompt": "a", "temperature": "hot"}\n',
     b'{"id": "x", "prompt": "a", "max_new_tokens": 1e99}\n', b'{"id": "x", "prompt": "' + b"a" * 20000 + b'"}\n',
     b'{"id": "x", "prompt": "a", "deadline_ms": -1}\n', b'{"id": "x", "input": "/none.npy", "output": "/none/y.npy"}\n']
@@ -129,7 +131,8 @@ class Client:
         """A completion over HTTP, of which a stream is left in its middle."""
         case = self.random.choice([case for case in self.cases if "prompt" in case["request"]])
         fields = dict(case["request"])
-        body = {"model": self.model, "max_tokens": fields.pop("max_new_tokens"), **fields, "stream": self.random.random() < 0.3}
+        body = {"model": self.model, "max_tokens": fields.pop("max_new_tokens"), **fields,
+                "stream": self.random.random() < 0.3}
         self.counts["HTTP requests"] += 1
         connection = http.client.HTTPConnection(*self.http, timeout=60)
         connection.request("POST", "/v1/completions", json.dumps(body))
@@ -267,7 +270,8 @@ class Memory:
         tenth = max(1, len(warm) // 10)
         figures = {}
         for index, name in enumerate(("resident", "device"), 1):
-            before, after = (float(np.median([sample[index] for sample in part])) for part in (warm[:tenth], warm[-tenth:]))
+            before, after = (float(np.median([sample[index] for sample in part]))
+                             for part in (warm[:tenth], warm[-tenth:]))
             figures[name] = {"warm_mib": before, "end_mib": after, "growth": after / before - 1 if before else 0.0}
         return figures
 
@@ -279,8 +283,8 @@ def soak(options, service, folder):
     until = time.time() + 60 * options.soak
     command = [sys.executable, "-m", "bench.soak", "--client", service.address[0], str(service.address[1]),
                str(service.http[1]), Path(options.model).name, str(cases)]
-    clients = [subprocess.Popen([*command, str(1000 * options.seed + number), str(until)], cwd=ROOT, stdout=subprocess.PIPE,
-                                text=True) for number in range(options.clients)]
+    clients = [subprocess.Popen([*command, str(1000 * options.seed + number), str(until)], cwd=ROOT,
+                                stdout=subprocess.PIPE, text=True) for number in range(options.clients)]
     memory, stops = Memory(service), 0
     try:
         while time.time() < until and all(client.poll() in (None, 0) for client in clients):
@@ -317,8 +321,8 @@ def check(reports, memory, slots, status, log):
     failures = [report["failure"] for report in reports if "failure" in report]
     for name, figures in memory.items():
         if figures["growth"] > GROWTH:
-            failures.append(f"memory: {name} grew from {figures['warm_mib']:.1f} to {figures['end_mib']:.1f} MiB, expected "
-                            f"at most {GROWTH:.0%}")
+            failures.append(f"memory: {name} grew from {figures['warm_mib']:.1f} to {figures['end_mib']:.1f} MiB, "
+                            f"expected at most {GROWTH:.0%}")
     if slots[0] != slots[1]:
         failures.append(f"slots: {slots[0]} free at the end, expected all {slots[1]}")
     if status:
@@ -336,8 +340,9 @@ def summary(options, reports, memory, slots, stops):
         counts.update(report.get("counts", {}))
         ttft += report.get("ttft", [])
         itl += report.get("itl", [])
-    figures = {"minutes": options.soak, "clients": options.clients, "seed": options.seed, **dict(sorted(counts.items())),
-               **{word: sum(f": {word}" in report.get("failure", "") for report in reports)
+    figures = {"minutes": options.soak, "clients": options.clients, "seed": options.seed,
+               **dict(sorted(counts.items())), **{word: sum(f": {word}" in report.get("failure", "")
+                                                            for report in reports)
                   for word in ("lost", "duplicated", "wrong")},
                "stopped clients": stops, "requests/s": round(counts["requests"] / (60 * options.soak), 1),
                "tokens/s": round(counts["tokens"] / (60 * options.soak), 1)}

@@ -4,6 +4,7 @@ import contextlib
 import os
 import stat
 import tempfile
+import threading
 import tokenize
 import warnings
 
@@ -13,6 +14,9 @@ from colibri.errors import ColibriError
 
 NPY_ERRORS = (OSError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
               TypeError, ValueError, tokenize.TokenError)  # of numpy.load, which evaluates a header's text
+ABANDON_SECONDS = 1  # that abandon() waits for a disk on which a file is just made
+
+_unfinished, _making = set(), threading.Lock()  # names of the temporary files of Rows, and who may make one
 
 
 def check_regular(path, where, what):
@@ -140,7 +144,9 @@ class Rows:
             raise ColibriError(f"{self.path}: {error.strerror}, expected an .npy file of numbers") from None
         check_replaceable(self.output, self.output)
         try:
-            self._temporary = tempfile.NamedTemporaryFile(**_beside(self.output))  # noqa: SIM115 - end() closes it
+            with _making:
+                self._temporary = tempfile.NamedTemporaryFile(**_beside(self.output))  # noqa: SIM115 - end() closes it
+                _unfinished.add(self._temporary.name)
             np.lib.format.write_array_header_1_0(
                 self._temporary, {"descr": "<f4", "fortran_order": False, "shape": self.shape})
         except OSError as error:
@@ -155,8 +161,8 @@ class Rows:
         except OSError as error:
             raise ColibriError(f"{self.path}: {error.strerror}, expected to read rows there") from None
         if len(data) < count * row_bytes:
-            raise ColibriError(f"{self.path}: ends within row {start + len(data) // row_bytes}, expected {len(self)} rows; "
-                               "it was cut off while it was read")
+            raise ColibriError(f"{self.path}: ends within row {start + len(data) // row_bytes}, expected {len(self)} "
+                               "rows; it was cut off while it was read")
         rows = np.frombuffer(data, self._dtype).reshape(count, -1)
         check_rows(self.path, rows, start)
         return rows
@@ -174,6 +180,7 @@ class Rows:
             _put(self._temporary, self.output)
         except OSError as error:
             raise self._full(error) from None
+        _unfinished.discard(self._temporary.name)
         self._temporary.close()
         self._temporary = None
         self.close()
@@ -185,9 +192,18 @@ class Rows:
         if self._temporary:
             with contextlib.suppress(OSError):  # its folder may be gone
                 os.unlink(self._temporary.name)
+            _unfinished.discard(self._temporary.name)
             with contextlib.suppress(OSError):  # of a full disk: what it still wanted to write is not wanted
                 self._temporary.close()
         self._input = self._temporary = None
 
     def _full(self, error):
         return _unwritten(self.output, error, 4 * self.shape[0] * self.shape[1])
+
+
+def abandon():
+    """Before the process ends in the midst of its work: removes what any Rows has half written. No other can begin."""
+    _making.acquire(timeout=ABANDON_SECONDS)
+    for name in list(_unfinished):
+        with contextlib.suppress(OSError):
+            os.unlink(name)

@@ -41,7 +41,7 @@ def library_path(checkpoint, arch="host", build=True):
         return str(library)
     if not build:
         state = "older than its sources" if library.exists() else "not built"
-        raise ColibriError(f"{_short(library)}: {state}, expected ready for --no-build; run {' '.join(command)}")
+        raise ColibriError(f"{short(library)}: {state}, expected ready for --no-build; run {' '.join(command)}")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with open(library.parent / "lock", "w") as lock:
@@ -70,12 +70,15 @@ def config_string(header):
 
 
 def check_defines(checkpoint):
-    """That DEFINES holds options of a compiler, and none that contradicts the model."""
+    """That DEFINES holds names that config.h has, and nothing that contradicts the model."""
     for option in os.environ.get("DEFINES", "").split():
         name, _, value = option.removeprefix("-D").partition("=")
         if not DEFINE.fullmatch(option):  # make would expand $(...) in it
             fix = f"write DEFINES=-D{option}" if DEFINE.fullmatch(f"-D{option}") else "leave it out"
             raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE; {fix}")
+        if name not in headers.default().options:
+            raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE with a NAME of "
+                               f"{' '.join(headers.default().options)}; correct it")
         field = name.lower()
         shape = field in headers.default().structs["Config"].names and field in checkpoint.header
         if shape and value != str(checkpoint.header[field]):
@@ -121,9 +124,9 @@ def _make(library, command, config):
     compiler = "gcc" if library.parent.name.startswith("host-") else "nvcc"
     for tool in ("make", compiler):
         if not shutil.which(tool):
-            raise ColibriError(f"{tool}: not on PATH, expected it to build {_short(library)}; install {tool}, "
+            raise ColibriError(f"{tool}: not on PATH, expected it to build {short(library)}; install {tool}, "
                                "or set COLIBRI_LIBRARY to a library built elsewhere")
-    print(f"building {_short(library)}, once for this model: {' '.join(command)}", file=sys.stderr, flush=True)
+    print(f"building {short(library)}, once for this model: {' '.join(command)}", file=sys.stderr, flush=True)
     # CONFIG goes in ready-made, or make would start a second Python to ask for it.
     arch = [part for part in command if part.startswith("ARCH=")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -132,14 +135,15 @@ def _make(library, command, config):
     if made.returncode or not library.exists():
         log = library.parent / "make.log"
         log.write_text(made.stdout)
-        cause = [line for line in made.stdout.splitlines() if re.search(r"error:|Error \d|fatal", line)] or [f"status {made.returncode}"]
-        raise ColibriError(f"{' '.join(command)}: {cause[0].strip()}; the whole output is in {_short(log)}")
+        cause = next((line for line in made.stdout.splitlines() if re.search(r"error:|Error \d|fatal", line)),
+                     f"status {made.returncode}")
+        raise ColibriError(f"{' '.join(command)}: {cause.strip()}; the whole output is in {short(log)}")
     os.utime(library)  # newer than every source, also than one that this build does not use
 
 
-def _short(path):
+def short(path):
     """The path as seen from where the user stands, when it is below."""
-    return os.path.relpath(path) if Path.cwd() in path.parents else str(path)
+    return os.path.relpath(path) if Path.cwd() in Path(path).parents else str(path)
 
 
 def main(arguments):

@@ -266,7 +266,7 @@ def _map(path):
                            f"python -m converter checkpoint.pt {path}") from None
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.ENOMEM:
-            raise ColibriError(f"{path}: {error.strerror}, expected room for a mapping of {size} bytes; raise the limit "
-                               "of the process's memory (ulimit -v)") from None
+            raise ColibriError(f"{path}: {error.strerror}, expected room for a mapping of {size} bytes; raise the "
+                               "limit of the process's memory (ulimit -v)") from None
         reason = getattr(error, "strerror", None) or error
         raise ColibriError(f"{path}: {reason}, expected a readable model file; check its permissions") from None

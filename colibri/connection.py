@@ -1,4 +1,4 @@
-"""A client's connection: what it has running, and the bytes that it has not taken yet. JSON lines; HTTP is in http.py."""
+"""A client's connection: what it has running, and the bytes it has not taken yet. JSON lines; HTTP is in http.py."""
 
 import asyncio
 import json
@@ -125,8 +125,8 @@ class Connection(asyncio.Protocol):
                 self.drop(f"sent half a message, then nothing for {MAX_STALL_SECONDS} s")
 
     def too_long(self, where):
-        return Refused(f"{where}: more than {self.server.reader.max_bytes} bytes, expected fewer; no prompt that fits the "
-                       "context is as long", "too_long")
+        return Refused(f"{where}: more than {self.server.reader.max_bytes} bytes, expected fewer; no prompt that fits "
+                       "the context is as long", "too_long")
 
     def is_within_message(self):
         """Whether a part of a message has arrived."""

@@ -365,13 +365,12 @@ class DeviceMemory:
                           "used": total - free, "total": total}, "graphs": self.graphs.statistics()}
 
     def figures(self):
-        free, total = call("cuMemGetInfo")
-        rate, ceiling = self._copied / self.seconds["weights"], self.pinned_rate()
+        usage = self.usage()
+        mib = {name: size / 2**20 for name, size in usage["bytes"].items()}
         return {"device": {
-            "name": gpu().name, "dispatch": self.dispatch, "graphs": self.graphs.statistics(),
-            "memory_mib": {name.replace(" ", "_"): size / 2**20 for name, size in self._bytes.items()},
-            "used_mib": (total - free) / 2**20, "total_mib": total / 2**20,
-            "weights_gb_per_s": rate / 1e9, "pinned_gb_per_s": ceiling / 1e9}}
+            "name": gpu().name, "dispatch": self.dispatch, "graphs": usage["graphs"],
+            "used_mib": mib.pop("used"), "total_mib": mib.pop("total"), "memory_mib": mib,
+            "weights_gb_per_s": self._copied / self.seconds["weights"] / 1e9, "pinned_gb_per_s": self.pinned_rate() / 1e9}}
 
     def _allocate(self, num_bytes):
         self._device_blocks.append(int(call("cuMemAlloc", num_bytes)))

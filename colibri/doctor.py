@@ -1,6 +1,5 @@
 """python -m colibri.run --doctor: what this machine has and lacks, a line each: ok, or what to do about it."""
 
-import contextlib
 import glob
 import os
 import re
@@ -16,20 +15,21 @@ CPU_FLAGS = ("avx2", "fma", "f16c")
 COLUMNS = 80
 
 
-def report():
-    """The lines, as one text."""
+def report(path=None):
+    """The lines, as one text. path: of the model that they are about, in place of those in the current folder."""
     checks = [("host", host), ("host memory", host_memory), ("gcc and make", host_tools), ("GPU driver", gpu_driver),
               ("GPU", gpu), ("GPU memory", gpu_memory), ("nvcc", nvcc)]
     lines = [(label, attempt(check)) for label, check in checks]
     used = set()
-    lines += [(name, attempt(lambda name=name: model(name, used))) for name in sorted(glob.glob("*.bin"))]
+    models = sorted(glob.glob("*.bin")) if path is None else [path]
+    lines += [(os.path.basename(name), attempt(lambda name=name: model(name, used))) for name in models]
     others = len({*glob.glob(str(build.ROOT / "build" / "*" / "libcolibri.so"))} - used)
     others = f"{others} more in build/, which make clean removes" if others else "ok: no others in build/"
     lines.append(("libraries", others))
     lines.append(("to build", attempt(make_command)))
     width = min(max(len(label) for label, _ in lines), 24) + 2
-    return "\n".join(textwrap.fill(text, COLUMNS, initial_indent=f"{label:<{width - 2}}  ",
-                                   subsequent_indent=" " * width) for label, text in lines)
+    fill = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * width, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(fill.fill(f"{label:<{width - 2}}  {text}") for label, text in lines)
 
 
 def attempt(check):
@@ -93,19 +93,16 @@ def nvcc():
 
 
 def model(path, used):
-    """Whether a model's library is ready; its path is added to `used`."""
+    """The libraries that a model needs here, whether they are built, and what builds them. Adds them to `used`."""
     checkpoint = Checkpoint(path)
-    build.check_defines(checkpoint)
-    ready = {}
-    for arch in archs():
-        with contextlib.suppress(ColibriError):
-            ready[arch] = build.library_path(checkpoint, arch, build=False)
-    if not ready:
-        return "no library yet: colibri.run builds it at the model's first run"
-    for library in ready.values():
-        build.compare(native.Library(library), checkpoint)
-    used.update(ready.values())
-    return f"ok: its library is built for {' and '.join(ready)}"
+    return "; ".join(attempt(lambda arch=arch: library(checkpoint, arch, used)) for arch in archs())
+
+
+def library(checkpoint, arch, used):
+    path = build.library_path(checkpoint, arch, build=False)
+    used.add(path)
+    build.compare(native.Library(path), checkpoint)
+    return f"ok: {build.short(path)} is built; {' '.join(build.make_command(checkpoint, arch))} makes it again"
 
 
 def archs():

@@ -138,7 +138,8 @@ class Engine:
             return self._step(work, _check_samplers(samplers, len(work)), every)
 
     def advance(self, work, samplers):
-        """step() for a caller whose sessions, tokens and samplers are checked already: what no step() has to find out."""
+        """step() for a caller whose sessions, tokens and samplers are checked already: what step() need not find
+        out."""
         with self._open():
             return self._step(work, samplers, False)
 
@@ -248,8 +249,8 @@ class Engine:
         if not isinstance(array, np.ndarray):
             raise ColibriError(f"array: {type(array).__name__}, expected a numpy array")
         if not array.flags.c_contiguous or array.nbytes == 0:
-            raise ColibriError(f"array: shape={array.shape}, strides={array.strides}, expected C-contiguous and not empty; "
-                               "use numpy.ascontiguousarray")
+            raise ColibriError(f"array: shape={array.shape}, strides={array.strides}, expected C-contiguous and not "
+                               "empty; use numpy.ascontiguousarray")
         self._check_open()
         return self.memory.pin(array)
 
@@ -482,7 +483,8 @@ def check_sampler(sampler, prefix=""):
     for name, good, expected in (
             ("temperature", isinstance(temperature, Real) and 0 <= temperature <= 1e30, "0 (greedy) to 1e30"),
             ("top_k", isinstance(top_k, Integral) and 0 <= top_k < 1 << 31, "0 (all) to 2^31 - 1"),
-            ("top_p", isinstance(top_p, Real) and 0 < top_p <= 1 and np.float32(top_p) > 0, "more than 0 and at most 1"),
+            ("top_p", isinstance(top_p, Real) and 0 < top_p <= 1 and np.float32(top_p) > 0,
+             "more than 0 and at most 1"),
             ("seed", isinstance(seed, Integral) and 0 <= seed < 1 << 64, "0 to 2^64 - 1")):
         if not good:
             label = prefix + (name.replace("_", "-") if prefix else name)

@@ -34,6 +34,7 @@ class Headers:
 
     constants: {"PANEL_ROWS": 64, ...}, every #define that is an integer, under this configuration
     structs:   {"BinHeader": numpy dtype, ...}; pointers are u64
+    options:   ["NUM_EXPERTS", ...], the macros that DEFINES may set
     functions: {"colibri_bind": Function(restype, argtypes), ...} in ctypes types
     """
 
@@ -46,6 +47,8 @@ class Headers:
         self._defines = dict(re.findall(r"^#define (\w+)[ \t]+(\S.*?)[ \t]*$", text, re.MULTILINE))
         self._defines.update({name.upper(): str(int(value)) for name, value in (config or {}).items()})
         self.constants = {name: value for name in self._defines if (value := self._constant(name)) is not None}
+        self.options = [name for name in re.findall(r"^#ifndef (\w+)\n#define \1 ", sources["config.h"], re.MULTILINE)
+                        if name != "CUDA_ARCH"]  # which ARCH sets
         self._format = re.findall(r"^#define (\w+) ", sources["format.h"], re.MULTILINE)
         self.structs = {}
         for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\n\} \1;", text, re.DOTALL):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import select
 import time
 
 from colibri.connection import Connection
@@ -18,14 +19,14 @@ except ImportError:
 MAX_HEAD_BYTES = 16 << 10
 PATHS = {"/health": "GET", "/ready": "GET", "/metrics": "GET", "/v1/models": "GET",
          "/v1/completions": "POST", "/v1/chat/completions": "POST"}
-# OpenAI's names of our fields, and what else a body may have. NEUTRAL: fields of which only a value that asks for nothing.
+# OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
 COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stream": "stream",
           "deadline_ms": "deadline_ms", "max_tokens": "max_new_tokens"}
 RENAMED = {"/v1/completions": COMMON, "/v1/chat/completions": {**COMMON, "max_completion_tokens": "max_new_tokens"}}
 INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
-           "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "tools": ([],),
-           "tool_choice": ("none",), "response_format": ({"type": "text"},)}
+           "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
+           "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},)}
 ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)  # that a target has before its path where a proxy is spoken to
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -65,6 +66,15 @@ class Http(Connection):
         self.flush()
         return count == 0
 
+    def check(self, now):
+        """Also notices a client that leaves while no more of its requests are read."""
+        super().check(now)
+        if self.is_sated and not self.is_closing:
+            poll = select.poll()
+            poll.register(self.transport.get_extra_info("socket"), select.POLLRDHUP)
+            if poll.poll(0):
+                self.close()
+
     def is_within_message(self):
         return self._h11.their_state is h11.SEND_BODY or bool(self._h11.trailing_data[0])
 
@@ -74,7 +84,7 @@ class Http(Connection):
             if self._h11.they_are_waiting_for_100_continue:
                 self.write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])))
         elif isinstance(event, h11.Data):
-            if len(self._body) <= self.server.reader.max_bytes:  # the rest is not kept, but read: then the client hears why
+            if len(self._body) <= self.server.reader.max_bytes:  # the rest is read, not kept: then the client hears why
                 self._body += event.data
         elif isinstance(event, h11.EndOfMessage):
             body, self._body = bytes(self._body), bytearray()

@@ -34,8 +34,8 @@ class Listener:
                 self.socket = _tcp(option, address)
                 self.place = _place(self.socket)
         except OSError as error:
-            raise ColibriError(f"{option}: {address}: {error.strerror or error}, expected a free address of this machine; "
-                               "choose another") from None
+            raise ColibriError(f"{option}: {address}: {error.strerror or error}, expected a free address of this "
+                               "machine; choose another") from None
         self.socket.setblocking(False)
 
     def _unix(self, path):
@@ -74,8 +74,8 @@ class Listener:
                 return
             except OSError:  # full, or not ours to connect to: somebody is there
                 pass
-        raise ColibriError(f"{self.option}: unix:{path}, in use by another server, expected a free name; choose another, "
-                           "or end that server")
+        raise ColibriError(f"{self.option}: unix:{path}, in use by another server, expected a free name; choose "
+                           "another, or end that server")
 
     async def start(self, loop, make):
         """Gives each connection to a protocol that make() returns."""
@@ -141,8 +141,8 @@ def _passed(option, descriptor):
     except OSError as error:
         wrong = error.strerror
     if wrong:
-        raise ColibriError(f"{option}: descriptor {descriptor} of LISTEN_FDS: {wrong}, expected a listening socket there; "
-                           "correct the .socket unit, or unset LISTEN_FDS")
+        raise ColibriError(f"{option}: descriptor {descriptor} of LISTEN_FDS: {wrong}, expected a listening socket "
+                           "there; correct the .socket unit, or unset LISTEN_FDS")
     os.set_inheritable(descriptor, False)
     return listening
 

@@ -1,4 +1,4 @@
-"""A server's log: one line a request on stderr, each written at once, by a thread that a slow or full log cannot hold up."""
+"""A server's log: one line a request on stderr, each written at once, by a thread: a slow log holds nothing up."""
 
 import json
 import os
@@ -27,22 +27,23 @@ class Log:
     def lost(self):
         return self._lost_here + self._lost_there
 
-    def event(self, event, **values):
-        """A line of named values."""
+    def line(self, event, text=None, **values):
+        """The bytes of an event's line: named values, or in their place, where lines are text, `text`."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if self._is_json:
             line = json.dumps({"time": now, "event": event, **values})
         else:
-            line = f"{now} {event}" + "".join(f" {name}={_plain(value)}" for name, value in values.items())
-        self.line(line)
+            line = text or f"{now} {event}" + "".join(f" {name}={_plain(value)}" for name, value in values.items())
+        return line.encode("ascii", "backslashreplace") + b"\n"
 
-    def line(self, line):
-        data = line.encode("ascii", "backslashreplace")
-        if len(data) >= LINE_BYTES:
+    def event(self, event, text=None, **values):
+        """Writes line() of the same."""
+        data = self.line(event, text, **values)
+        if len(data) > LINE_BYTES:
             self._lost_here += 1
             return
         try:
-            self._lines.put_nowait(data + b"\n")
+            self._lines.put_nowait(data)
         except queue.Full:
             self._lost_here += 1
 

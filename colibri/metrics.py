@@ -67,7 +67,8 @@ class Metrics:
         add("completion_tokens_total", "counter", "Tokens generated.", self.completion_tokens)
         add("steps_total", "counter", "Calls of the engine, by kind.", {"kind": scheduler.steps})
         for name, histogram in (("ttft", self.ttft), ("itl", self.itl)):
-            what = {"ttft": "From a request's arrival to its first token", "itl": "Between two tokens of a request"}[name]
+            what = {"ttft": "From a request's arrival to its first token",
+                    "itl": "Between two tokens of a request"}[name]
             parts.append(f"# HELP colibri_{name}_seconds {what}, counted when it ends.\n"
                          f"# TYPE colibri_{name}_seconds histogram")
             parts.extend(histogram.lines(f"colibri_{name}_seconds"))
@@ -90,7 +91,8 @@ class Metrics:
         if state["device_bytes"]:
             add("device_bytes", "gauge", "Memory of the GPU, by use; used and total are of all processes.",
                 {"use": state["device_bytes"]})
-            add("graph_cache", "gauge", "The cache of CUDA graphs, its counts since the start.", {"what": state["graphs"]})
+            add("graph_cache", "gauge", "The cache of CUDA graphs, its counts since the start.",
+                {"what": state["graphs"]})
         return "\n".join(parts) + "\n"
 
 

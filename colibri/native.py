@@ -9,8 +9,9 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 
-SPIN_COUNT = "3000"  # of libgomp: a thread that waits spins for some 50 us, so that it is awake for a step's next op, then
-# sleeps. Its default of 300,000 makes a prefill wait a hundred times as long when another process has one of the cores.
+# Of libgomp: a thread that waits spins for some 50 us, so that it is awake for a step's next op, then sleeps. Its
+# default of 300,000 makes a prefill wait a hundred times as long when another process has one of the cores.
+SPIN_COUNT = "3000"
 
 
 _process = None  # the id of the one that loaded a library first

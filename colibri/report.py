@@ -166,7 +166,8 @@ def _device_lines(device):
     graphs = ", ".join(f"{_number(count)} {name}" for name, count in device["graphs"].items())
     rate, ceiling = device["weights_gb_per_s"], device["pinned_gb_per_s"]
     return [
-        ("GPU", f"{device['name']}: {device['used_mib']:.0f} of {device['total_mib']:.0f} MiB in use, by all processes"),
+        ("GPU",
+         f"{device['name']}: {device['used_mib']:.0f} of {device['total_mib']:.0f} MiB in use, by all processes"),
         ("GPU memory", f"MiB: {memory}"),
         ("loading", f"{rate:.1f} GB/s, {rate / ceiling:.2f} of a page-locked copy's {ceiling:.1f} GB/s"),
         ("graphs", f"--dispatch {device['dispatch']}: {graphs}"),

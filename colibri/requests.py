@@ -39,9 +39,9 @@ class Refused(ColibriError):
 class Request:
     """One request and how it goes. Times are time.monotonic()'s seconds.
 
-    The thread that made it sets the fields up to `cancelled`, later those from `pieces` on, too; the scheduler's sets the
-    others, and `finish` last of all: one of FINISHES, "error" where there is an `error`. It does so while the first thread
-    tells of tokens before: only where `is_over` is set, that one goes by `finish`, and then once.
+    The thread that made it sets the fields up to `cancelled`, later those from `pieces` on, too; the scheduler's sets
+    the others, and `finish` last of all: one of FINISHES, "error" where there is an `error`. It does so while the first
+    thread tells of tokens before: only where `is_over` is set, that one goes by `finish`, and then once.
     """
 
     id: object
@@ -65,9 +65,8 @@ class Request:
     error: Refused = None
     finish: str = None
 
-
     def news(self):
-        """[(token, piece of text)] since the last call; the piece is "" within a character and where there is no text."""
+        """[(token, piece of text)] since the last call; the piece is "" within a character and without text."""
         tokens = self.tokens[self.told:]
         self.told += len(tokens)
         if self.used is None:
@@ -141,11 +140,11 @@ class Reader:
         """That the model takes what is given."""
         path, vocab_size = self._checkpoint.path, self._checkpoint.header["vocab_size"]
         if name == "input" and vocab_size:
-            raise Refused(f"{path}: vocab_size={vocab_size}, expected 0 for input, a bare stack of MoE layers; give this "
-                          "model a prompt")
+            raise Refused(f"{path}: vocab_size={vocab_size}, expected 0 for input, a bare stack of MoE layers; give "
+                          "this model a prompt")
         if name != "input" and not vocab_size:
-            raise Refused(f"{path}: vocab_size=0, expected tokens for {label[name]}; this is a bare stack of MoE layers, "
-                          "give it an input")
+            raise Refused(f"{path}: vocab_size=0, expected tokens for {label[name]}; this is a bare stack of MoE "
+                          "layers, give it an input")
 
     def _prompt(self, request, values, name, label):
         prompt, vocab_size = values[name], self._checkpoint.header["vocab_size"]
@@ -215,7 +214,8 @@ def parse(data, where="line"):
     try:
         values = json.loads(data.decode(), parse_constant=constant, object_pairs_hook=pairs)
     except UnicodeDecodeError as error:
-        raise Refused(f"{where}: byte 0x{data[error.start]:02x} at {error.start}, expected UTF-8; encode it so") from None
+        got = f"byte 0x{data[error.start]:02x} at {error.start}"
+        raise Refused(f"{where}: {got}, expected UTF-8; encode it so") from None
     except json.JSONDecodeError as error:
         raise Refused(f"{where}: not JSON from character {error.pos} on, expected one JSON object") from None
     except RecursionError:

@@ -8,8 +8,8 @@ import sys
 def _give_up(_, error, __):
     """A line for what goes wrong during the imports, such as a memory limit that leaves no room for them."""
     cause = str(error).strip().rpartition("\n")[2] or type(error).__name__
-    os.write(2, f"python -m colibri.run: imports: {cause}, expected memory and the packages of setup.cfg; raise the limit, "
-                "or install again\n".encode())
+    os.write(2, f"python -m colibri.run: imports: {cause}, expected memory and the packages of setup.cfg; raise the "
+                "limit, or install again\n".encode())
     os._exit(2)
 
 
@@ -32,7 +32,7 @@ from colibri.errors import ColibriError
 from colibri.text import Stream, codec
 
 USAGE = """python -m colibri.run --model FILE [options]
-       python -m colibri.run --doctor"""
+       python -m colibri.run --doctor [--model FILE]"""
 
 DESCRIPTION = """\
 Runs a model. Three kinds of run, each ending in a table of its figures:
@@ -69,21 +69,12 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="")  # argparse's own hides a full disk
 
 
-class Doctor(argparse.Action):
-    """Like --help: needs no other option, and ends the program."""
-
-    def __call__(self, parser, *_):
-        from colibri import doctor
-        print(doctor.report())
-        parser.exit()
-
-
 def parse(arguments):
     parser = Parser(prog="python -m colibri.run", usage=USAGE, description=DESCRIPTION, epilog=EXAMPLES,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", metavar="FILE", required=True, help="the .bin that python -m converter wrote")
-    add("--doctor", action=Doctor, nargs=0, help="what this machine has and lacks, then exit")
+    add("--model", metavar="FILE", help="the .bin that python -m converter wrote")
+    add("--doctor", action="store_true", help="what this machine has and lacks, for the model or for any, then exit")
     add("--backend", type=_choice("--backend", BACKENDS), default="auto", metavar="|".join(BACKENDS),
         help="auto takes a GPU where there is one, and says why not otherwise")
     add("--dispatch", type=_choice("--dispatch", DISPATCH), metavar="|".join(DISPATCH),
@@ -118,9 +109,15 @@ def parse(arguments):
     stack.add_argument("--output", metavar="Y.npy", help="float32 of the same shape, written when complete")
     serve.add_options(parser, _int, _choice)
     options, unknown = parser.parse_known_args(arguments)
+    if options.model is None and not options.doctor:
+        parser.error("the following arguments are required: --model")
     if unknown:
         valid = " ".join(name for action in parser._actions for name in action.option_strings)
         raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
+    if options.doctor:
+        from colibri import doctor
+        print(doctor.report(options.model))
+        parser.exit()
     is_text = options.prompt is not None or options.prompt_ids is not None
     options.kind = "text" if is_text else "latency"
     if not is_text and (options.input, options.output) != (None, None):
@@ -157,7 +154,7 @@ def _check_kind(options):
 
 
 def _check_sampling(options):
-    """Makes options.sampler, and the seed of random input. Greedy output that was asked for with --top-k or --top-p is a mistake."""
+    """Makes options.sampler, and the seed of random input. --top-k and --top-p are a mistake where output is greedy."""
     options.seed = options.seed or 0
     options.sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
                                             1.0 if options.top_p is None else options.top_p, options.seed), "--")
@@ -236,7 +233,7 @@ def _check_batch_size(batch_size, engine):
 
 
 def prepare(options, checkpoint):
-    """What can be wrong with the input is found before a library is built: (codec, the prompt's tokens), or the array."""
+    """(codec, the prompt's tokens), or the array: what is wrong with the input is found before a library is built."""
     if options.kind == "text":
         is_numbers = options.prompt is None
         used = codec(checkpoint, is_numbers)

@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave the running batch between steps, on the one thread that steps the engine."""
+"""Continuous batching: requests join and leave the running batch between steps, on the thread that steps the engine."""
 
 import collections
 import heapq
@@ -19,10 +19,10 @@ PREFILL_CHUNK = {"host": 4, "cuda": 256}  # tokens, by backend: the host's takes
 class Scheduler:
     """Runs requests on an engine.
 
-    deliver: called on the scheduler's thread when requests have new tokens or have ended, once until take() fetches them
-    Requests wait in the order of their arrival, at most queue_size of them beyond the engine's slots. A turn is one step
-    of decoding for all that run, then one chunk of the prompt that waits longest. submit(), cancel(), look() and stop()
-    may be called by any one other thread.
+    deliver: called on the scheduler's thread when requests have new tokens or an end, once until take() fetches them
+    Requests wait in the order of their arrival, at most queue_size of them beyond the engine's slots. A turn is one
+    step of decoding for all that run, then one chunk of the prompt that waits longest. submit(), cancel(), look() and
+    stop() may be called by any one other thread.
     """
 
     def __init__(self, engine, queue_size, prefill_chunk, deliver):
@@ -72,7 +72,10 @@ class Scheduler:
         return list(news)
 
     def stop(self, seconds=None):
-        """Ends the thread after its turn; what has not ended stays so. False where that takes longer than seconds."""
+        """Ends the thread after its turn; what has not ended stays so, its output file removed.
+
+        False where that takes longer than seconds.
+        """
         self._stopping = True
         self._inbox.put(None)
         self._thread.join(seconds)
@@ -100,7 +103,10 @@ class Scheduler:
         try:
             while not self._stopping:
                 self._turn()
-        except (ColibriError, MemoryError) as error:  # of a device that is lost, or with no memory for the scheduler itself
+            for request in self._prefilling:
+                if request.rows is not None:
+                    request.rows.close()
+        except (ColibriError, MemoryError) as error:  # a device that is lost, or no memory for the scheduler
             self._fail(_reason(error))
         except BaseException:  # noqa: BLE001 - whatever it is, clients and the operator are told
             self._fail(f"scheduler: {traceback.format_exc(limit=-3)}".replace("\n", " "))
@@ -188,7 +194,8 @@ class Scheduler:
             if request.deadline < math.inf and time.monotonic() + least > request.deadline:
                 left = 1e3 * (request.deadline - time.monotonic())
                 self._finish(request, error=Refused(
-                    f"deadline_ms: {left:.0f} ms left, expected at least {1e3 * least:.0f} for a first token; allow more",
+                    f"deadline_ms: {left:.0f} ms left, expected at least {1e3 * least:.0f} for a first token; allow "
+                    "more",
                     "deadline", request.id))
                 continue
             try:

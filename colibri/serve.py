@@ -14,16 +14,18 @@ OPTIONS = ("queue_size", "prefill_chunk", "drain", "log_format", "log_prompts") 
 def add_options(parser, integer, choice):
     """integer(option, low, high), choice(option, values): makers of argparse types."""
     add = parser.add_argument_group("service").add_argument
-    add("--serve", metavar="-|HOST:PORT|unix:PATH", help="answer requests, JSON a line, of stdin or of a socket's clients")
+    add("--serve", metavar="-|HOST:PORT|unix:PATH",
+        help="answer requests, JSON a line, of stdin or of a socket's clients")
     add("--http", metavar="HOST:PORT", help="GET /health /ready /metrics, POST /v1/completions /v1/chat/completions")
     add("--queue-size", type=integer("--queue-size", 0, MAX_QUEUE_SIZE), metavar="N",
         help=f"requests that may wait for a slot (default {QUEUE_SIZE}); there are --batch-size slots")
     add("--prefill-chunk", type=integer("--prefill-chunk", 1), metavar="N",
-        help="tokens of a prompt between two steps of the others, up to 64 more where many decode (default: 4 on the host, "
-             "256 on a GPU)")
+        help="tokens of a prompt between two steps of the others, up to 64 more where many decode (default: 4 on the "
+             "host, 256 on a GPU)")
     add("--drain", type=integer("--drain", 0, MAX_DRAIN_SECONDS), metavar="SECONDS",
         help=f"to finish what runs after SIGTERM or Ctrl-C (default {DRAIN_SECONDS})")
-    add("--log-format", type=choice("--log-format", FORMATS), metavar="|".join(FORMATS), help="of stderr, a line a request")
+    add("--log-format", type=choice("--log-format", FORMATS), metavar="|".join(FORMATS),
+        help="of stderr, a line a request")
     add("--log-prompts", action="store_true", default=None, help="show the prompts in the log")
 
 
@@ -50,7 +52,8 @@ def serve(engine, options):
     from colibri.scheduler import PREFILL_CHUNK
     from colibri.server import Server
     if options.prefill_chunk is None:
-        options.prefill_chunk = min(PREFILL_CHUNK["host" if engine.path.startswith("host") else "cuda"], engine.max_tokens)
+        options.prefill_chunk = min(PREFILL_CHUNK["host" if engine.path.startswith("host") else "cuda"],
+                                    engine.max_tokens)
     if options.prefill_chunk > engine.max_tokens:
         raise ColibriError(f"--prefill-chunk: {options.prefill_chunk}, expected at most {engine.max_tokens}, "
                            f"{build.raise_limit('MAX_SEQ_LEN', options.prefill_chunk)}")

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 
+from colibri.arrays import abandon
 from colibri.connection import Lines
 from colibri.errors import ColibriError
 from colibri.listen import Listener, activated, number_of_files
@@ -83,27 +84,34 @@ class Server:
             self.loop.add_signal_handler(number, self._signal, number)
         sys.setswitchinterval(SWITCH_SECONDS)
         self.scheduler.start()
-        places = ", ".join(f"{listener.option.strip('-').replace('serve', '')} {listener.place}".strip()
-                           for listener in self._listeners)
+        places = {listener.option.strip("-"): listener.place for listener in self._listeners}
         if self.options.serve == "-":
             Pipes(self.loop, Lines(self))
-            places = ", ".join(filter(None, ("stdin", places)))
+            places = {"serve": "stdin", **places}
         self.loop.call_later(CHECK_SECONDS, self._check)
         gc.collect()
         gc.freeze()  # the model's objects: no collection looks at them again
-        self.log.line(f"serving {self.name} on {places}")
+        shown = ", ".join(place if name == "serve" else f"{name} {place}" for name, place in places.items())
+        self.log.event("serving", f"serving {self.name} on {shown}", model=self.name, **places)
 
     def _signal(self, number):
         """The first asks for an end, the second makes one."""
         if not self._signals:
             self._signals.append(number)
-            self.log.line(f"stopping: {self._num_unanswered} requests to finish")
+            self.log.event("stopping", f"stopping: {self._num_unanswered} requests to finish",
+                           requests=self._num_unanswered)
             self.stop()
             return
+        word = "terminated" if number == signal.SIGTERM else "interrupted"
+        self._exit(self.log.line(word, word), 128 + number)
+
+    def _exit(self, line, status):
+        """Ends the process while a step runs, without what it has half done."""
         for listener in self._listeners:
             listener.unlink()
-        os.write(2, b"terminated\n" if number == signal.SIGTERM else b"interrupted\n")
-        os._exit(128 + number)
+        abandon()
+        os.write(2, line)
+        os._exit(status)
 
     def stop(self):
         self.is_draining = True
@@ -138,10 +146,8 @@ class Server:
         for connection in list(self.connections):
             connection.transport.abort()
         if not await asyncio.to_thread(self.scheduler.stop, CUT_SECONDS):
-            for listener in self._listeners:
-                listener.unlink()
-            os.write(2, b"scheduler: a step does not end, expected it to; look at the GPU with nvidia-smi and dmesg\n")
-            os._exit(2)  # the engine cannot be closed while it runs
+            error = "scheduler: a step does not end, expected it to; look at the GPU with nvidia-smi and dmesg"
+            self._exit(self.log.line("fault", error, error=error), 2)  # the engine cannot be closed while it runs
 
     def _check(self):
         now = time.monotonic()
@@ -171,8 +177,8 @@ class Server:
 
     def submit(self, request):
         if self.is_draining:
-            raise Refused("server: shutting down, expected a running one; send it to another, or again later", "shutdown",
-                          request.id)
+            raise Refused("server: shutting down, expected a running one; send it to another, or again later",
+                          "shutdown", request.id)
         self.scheduler.submit(request)
         self._num_unanswered += 1
 

@@ -106,7 +106,8 @@ class Pipes:
         if isinstance(error, BrokenPipeError):
             self._connection.server.stop()
         else:
-            self._connection.server.fail(f"stdout: {error.strerror}, expected to write the answers there; free some space")
+            self._connection.server.fail(f"stdout: {error.strerror}, expected to write the answers there; free some "
+                                         "space")
 
     def _hop(self, function, *arguments):
         try:

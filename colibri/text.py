@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes where a token is one, the tokenizer in the model's file, or token numbers as they are."""
+"""Text to tokens and back: bytes where a token is one, the tokenizer in the model's file, or numbers as they are."""
 
 import codecs
 import re
@@ -55,8 +55,8 @@ class Tokenizer(Codec):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself
-            raise ColibriError(f"{path}: tokenizer: {str(error)[:100]}, expected a tokenizer.json that the package reads; "
-                               "convert again with a good one") from None
+            raise ColibriError(f"{path}: tokenizer: {str(error)[:100]}, expected a tokenizer.json that the package "
+                               "reads; convert again with a good one") from None
 
     def encode(self, text):
         try:
@@ -72,15 +72,15 @@ def codec(checkpoint, is_numbers):
     """The one that a model's prompts take. is_numbers: of --prompt-ids, not of --prompt."""
     vocab_size = checkpoint.header["vocab_size"]
     if vocab_size == 0:
-        raise ColibriError(f"{checkpoint.path}: vocab_size=0, expected tokens for a prompt; this is a bare stack of MoE "
-                           "layers, use --input, or a latency run")
+        raise ColibriError(f"{checkpoint.path}: vocab_size=0, expected tokens for a prompt; this is a bare stack of "
+                           "MoE layers, use --input, or a latency run")
     if is_numbers:
         return Numbers()
     if checkpoint.tokenizer:
         return Tokenizer(checkpoint.tokenizer, checkpoint.path)
     if vocab_size != 256:
-        raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size} and no tokenizer, expected 256 for --prompt, where "
-                           "a token is a byte; give --prompt-ids, or convert a folder that has tokenizer.json")
+        raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size} and no tokenizer, expected 256 for --prompt, "
+                           "where a token is a byte; give --prompt-ids, or convert a folder that has tokenizer.json")
     return Bytes()
 
 

@@ -1,6 +1,5 @@
 """Checkpoint views -> host or device memory, and the pointer structs that C reads."""
 
-import ctypes
 import glob
 import math
 import mmap
@@ -46,7 +45,7 @@ class HostMemory:
             _needs_gpu(f"--dispatch: {dispatch}")
         self._library = library
         self.code = library.headers.constants["COLIBRI_HOST"]
-        self._blocks, self.seconds = [], {}
+        self._state, self.seconds = None, {}
 
     def reserve(self, parts):
         pass
@@ -55,10 +54,12 @@ class HostMemory:
         return {name: view.ctypes.data for name, view in checkpoint.tensors.items()}
 
     def state(self, num_bytes):
-        return self._block(num_bytes).ctypes.data
+        self._state = _block(num_bytes)
+        self._start = self._state.ctypes.data
+        return self._start
 
     def batch(self, num_bytes):
-        return self._block(num_bytes)
+        return _block(num_bytes)
 
     def launch(self, function, model, *sizes):
         function(model, *sizes)
@@ -67,10 +68,12 @@ class HostMemory:
         pass
 
     def read(self, address, shape, dtype):
-        return _view(address, shape, dtype)
+        """A writable array that keeps the state block alive, also after close()."""
+        dtype, start = np.dtype(dtype), address - self._start
+        return self._state[start:start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def write(self, address, array):
-        _view(address, array.shape, array.dtype)[...] = array
+        self.read(address, array.shape, array.dtype)[...] = array
 
     def visible(self, array):
         return array.ctypes.data
@@ -82,7 +85,7 @@ class HostMemory:
         _needs_gpu("--precapture: given")
 
     def close(self):
-        self._blocks.clear()
+        self._state = None
 
     def read_bandwidth(self, checkpoint, threads):
         """Best of five passes, or of those that fit the time, over the mapped model, or a buffer if that is smaller."""
@@ -101,15 +104,14 @@ class HostMemory:
     def usage(self):
         return {}
 
-    def _block(self, num_bytes):
-        """Zero pages of a private anonymous mapping: what is never touched, as most of a KV cache, costs nothing."""
-        try:
-            block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise ColibriError(f"memory: {num_bytes / 2**30:.2f} GiB of state: {error.strerror}; "
-                               "use fewer sessions at once (num_slots, --batch-size)") from None
-        self._blocks.append(np.frombuffer(block, np.uint8))
-        return self._blocks[-1]
+
+def _block(num_bytes):
+    """Zero pages of a private anonymous mapping: what is never touched, as most of a KV cache, costs nothing."""
+    try:
+        return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    except OSError as error:
+        raise ColibriError(f"memory: {num_bytes / 2**30:.2f} GiB of state: {error.strerror}; "
+                           "use fewer sessions at once (num_slots, --batch-size)") from None
 
 
 def largest_cache_bytes():
@@ -142,10 +144,3 @@ def pointers(checkpoint, addresses, structs):
         weights["lm_head"] = weights["embed"]
     weights["layers"] = layers.ctypes.data
     return weights, layers
-
-
-def _view(address, shape, dtype):
-    """A writable array over memory that somebody else keeps alive."""
-    dtype = np.dtype(dtype)
-    block = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
-    return np.frombuffer(block, dtype).reshape(shape)

@@ -76,7 +76,9 @@ def parser():
                    help="v1: one layer, f16, 2-matrix experts (default: v2)")
     p.add_argument("--layer", type=int, help="the layer that --format v1 writes")
     p.add_argument("--hidden", type=int, help="hidden size of a version 1 input")
-    p.add_argument("--ffn", type=int, help="rows of an expert's up matrix, of a version 1 input and of experts joined in Megatron's weight1")
+    p.add_argument("--ffn", type=int,
+                   help="rows of an expert's up matrix, of a version 1 input and of experts joined in Megatron's "
+                        "weight1")
     p.add_argument("--inspect", action="store_true", help="say what the checkpoint is, and write nothing")
     p.add_argument("--json", action="store_true", help="with --inspect: as JSON")
     p.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
@@ -100,8 +102,8 @@ def understand(options):
     else:
         found = inputs.read(options.checkpoint, absent)
         if options.hidden is not None or (options.ffn is not None and not sources.are_joined(found.tensors)):
-            raise ColibriError("--hidden, --ffn: only for a version 1 .bin, which has no dimensions, and --ffn for experts "
-                               "joined in weight1; drop them")
+            raise ColibriError("--hidden, --ffn: only for a version 1 .bin, which has no dimensions, and --ffn for "
+                               "experts joined in weight1; drop them")
     tensors = sources.stripped(found.tensors, options.checkpoint)
     renamed = len(tensors.keys() - found.tensors.keys())
     bare = "model_type" not in settings.values

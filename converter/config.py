@@ -47,12 +47,12 @@ def basics(c, **fields):
     eps = fields.pop("norm_eps", None) or c.need("rms_norm_eps", float)
     base = {
         **zeros(), **PLAIN,
-        "num_layers": num_layers(c), "hidden": hidden, "num_heads": num_heads, "head_dim": head_dim, "v_head_dim": head_dim,
-        "num_kv_heads": c.get("num_key_value_heads", default=num_heads), "vocab_size": c.need("vocab_size"),
-        "max_positions": c.need("max_position_embeddings|max_seq_len"), "activation": activation(c),
-        "attention_scale": head_dim ** -0.5, "norm_kind": NORM_RMS, "norm_eps": eps, "final_norm_eps": eps,
-        "latent_norm_eps": LATENT_EPS, "tied_embeddings": c.flag("tie_word_embeddings"), "rope_kind": 1,
-        "mtp_layers": c.get("num_nextn_predict_layers|num_mtp_layers", default=0)}
+        "num_layers": num_layers(c), "hidden": hidden, "num_heads": num_heads, "head_dim": head_dim,
+        "v_head_dim": head_dim, "num_kv_heads": c.get("num_key_value_heads", default=num_heads),
+        "vocab_size": c.need("vocab_size"), "max_positions": c.need("max_position_embeddings|max_seq_len"),
+        "activation": activation(c), "attention_scale": head_dim ** -0.5, "norm_kind": NORM_RMS, "norm_eps": eps,
+        "final_norm_eps": eps, "latent_norm_eps": LATENT_EPS, "tied_embeddings": c.flag("tie_word_embeddings"),
+        "rope_kind": 1, "mtp_layers": c.get("num_nextn_predict_layers|num_mtp_layers", default=0)}
     if "num_experts" not in fields:
         fields["num_experts"] = c.need("num_local_experts|num_experts|n_routed_experts|moe_num_experts")
     if "k" not in fields:

@@ -82,6 +82,12 @@ def bare_family(tensors, where):
     best = max(matched for matched, _, _ in candidates)
     same = [(family, fields) for matched, family, fields in candidates if matched == best]
     family, fields = same[0]
+    foreign = {part.template for other, _ in same for key in ("embed", L + "qkv")
+               for parts in other.tensors.get(key, []) for part in parts}
+    whole = [name for name in tensors if _template(name.removeprefix(family.prefix))[0] in foreign]
+    if whole:
+        raise ColibriError(f"{where}: {whole[0]}{_more(whole)} of a whole language model, but no config with "
+                           "model_type, expected its config.json beside it; put it there, or name it with --config")
     routing = {key: value for key, value in family.routing.items()
                if all(other.routing.get(key) == value for other, _ in same)}
     return family._replace(name="/".join(other.name for other, _ in same), routing=routing), fields
@@ -92,8 +98,8 @@ def doubts(family, c, flags, where):
     rows, lines = [names.FAMILIES.get(name) for name in family.name.split("/")], []
     asked = config.missing_flags(c, flags, ["num_groups", "topk_groups", "routed_scaling"])
     if len(asked) == 3 and all(row and row.name in GROUPED for row in rows):
-        lines.append(f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if it "
-                     f"does otherwise, give {', '.join(asked)}")
+        lines.append(f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if "
+                     f"it does otherwise, give {', '.join(asked)}")
     kinds = {row.routing.get("router_kind", config.ROUTER_SOFTMAX) for row in rows if row}
     if len(kinds) > 1:
         lines.append(f"{where}: {family.name}: names of families that route differently: taken to route by softmax; "
@@ -107,16 +113,16 @@ def are_joined(tensors):
 
 
 def check_joined(fields, ffn, where, unknown):
-    """That such a matrix has all of the router's experts, of `ffn` rows each (None: not known), not one rank's share."""
+    """That such a matrix has all of the router's experts, of `ffn` rows each (None: unknown), not one rank's share."""
     experts, rows = fields["num_experts"], fields["ffn"]
     if ffn is None and unknown is not None:
         unknown.append("--ffn")
     elif ffn is None:
-        raise ColibriError(f"{where}: experts.weight1: no ffn given, expected it, since {experts} experts of {rows} rows "
-                           f"look like a rank's share of larger ones; give --ffn {rows} if these are all")
+        raise ColibriError(f"{where}: experts.weight1: no ffn given, expected it, since {experts} experts of {rows} "
+                           f"rows look like a rank's share of larger ones; give --ffn {rows} if these are all")
     elif ffn != rows:
-        raise ColibriError(f"{where}: experts.weight1: rows for {experts} experts of ffn={rows}, expected ffn={ffn}; it has "
-                           "one rank's experts alone, join those of all ranks")
+        raise ColibriError(f"{where}: experts.weight1: rows for {experts} experts of ffn={rows}, expected ffn={ffn}; "
+                           "it has one rank's experts alone, join those of all ranks")
 
 
 def _sizes(family, present, tensors):
@@ -189,6 +195,10 @@ def sources(family, tensors, fields, where, keys=None):
     """bind, with an error for a tensor that is missing or extra."""
     bound = bind(family, tensors, fields, where, keys)
     if bound.missing:
+        layers = {_template(name.removeprefix(family.prefix))[1] for name in tensors} - {None}
+        if keys and min(layers) > 0:
+            raise ColibriError(f"{where}: layers from {min(layers)} on, expected the first to be 0; convert the "
+                               "checkpoint that has those before it, or rename these")
         raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{_more(bound.missing)}, expected "
                            f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers; "
                            "the checkpoint is incomplete")

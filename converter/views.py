@@ -128,8 +128,8 @@ def index(t, i):
 
 def transposed(t):
     if isinstance(t, Decoded):
-        raise ColibriError(f"{t.storage.where}: {t.name}: quantized, expected floats: this family stores its transpose, "
-                           "whose scales lie elsewhere")
+        raise ColibriError(f"{t.storage.where}: {t.name}: quantized, expected floats: this family stores its "
+                           "transpose, whose scales lie elsewhere")
     return Tensor(t.name, t.dtype, t.shape[::-1], t.strides[::-1], t.storage, t.offset)
 
 

@@ -14,17 +14,19 @@
 const char *colibri_error(void);
 /* The baked configuration, as struct Config of config.h. */
 int colibri_config(void *config);
-/* The path that `backend` runs on this machine: "host avx2", "host portable", "cuda sm_90"; NULL where it is not built in. */
+/* The path that `backend` runs on this machine: "host avx2", "host portable", "cuda sm_90"; NULL where not built in. */
 const char *colibri_path(int backend);
 /* sizeof(struct Model): the block that colibri_bind fills in. */
 int64_t colibri_model_bytes(void);
-/* Bytes of the state block for a file header and so many KV slots; 0 with an error where the backend is not built in. */
+/* Bytes of the state block for a file header and so many KV slots; 0 with an error where the backend is missing. */
 int64_t colibri_state_bytes(int backend, const void *header, int num_slots);
-/* Makes a model of a checked file header, its weights (struct Weights, struct Layer[num_layers]), a zeroed state block and a batch. */
+/* Makes a model of a checked file header, its weights (struct Weights, struct Layer[num_layers]), a zeroed state block
+ * and a batch. The declaration is one line: Python reads it so. */
 int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state, void *batch, int num_slots, int num_threads, void *stream);
-/* One step over the model's batch: embed, layers, logits, sampled tokens. num_tokens and num_logits are launch sizes. */
+/* One step over the model's batch: embed, layers, logits, sampled tokens. num_tokens, num_logits: launch sizes. */
 int colibri_forward(void *model, int num_tokens, int num_logits);
-/* Part `part` of that step, or of a bare stack's: 0 up to the first router, then from one router to the next, num_layers to the end. */
+/* Part `part` of that step, or of a bare stack's: 0 up to the first router, then from one router to the next,
+ * num_layers to the end. */
 int colibri_forward_part(void *model, int num_tokens, int num_logits, int part);
 /* One step of a bare MoE stack, in place on state.x. */
 int colibri_forward_stack(void *model, int num_tokens);
@@ -32,7 +34,8 @@ int colibri_forward_stack(void *model, int num_tokens);
 int colibri_run_op(void *model, const char *op, int num_rows, int layer);
 /* Turns a fault that the step left in the batch into an error. Call it when the step has completed. */
 int colibri_check(const void *model);
-/* From now on, a fault in that mapping of a file (cut off by another, or on a disk that fails) writes the line and exits with 2. */
+/* From now on, a fault in that mapping of a file (cut off by another, or on a disk that fails) writes the line and
+ * exits with 2. */
 int colibri_guard(const void *data, int64_t bytes, const char *line);
 /* Ends one colibri_guard of that mapping. */
 int colibri_unguard(const void *data);

@@ -51,8 +51,8 @@ def test_make_and_python_agree_on_the_library(tmp_path, monkeypatch):
 
 
 def test_make_stops_at_a_model_that_it_cannot_read():
-    made = subprocess.run(["make", "MODEL=none.bin", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
-                          check=False)
+    made = subprocess.run(["make", "MODEL=none.bin", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
+                          text=True, check=False)
     assert made.returncode == 2 and "none.bin: not found" in made.stderr and "gcc" not in made.stdout
 
 

@@ -152,8 +152,8 @@ def test_nan_in_the_router_names_layer_and_token(moe_32, tmp_path):
 
 
 def test_command_line(moe_32):
-    run = program("colibri.run", "--model", moe_32, "--backend", "cuda", "--dispatch", "combo", "--precapture", "--prompt",
-                  "It was", "--max-new-tokens", 20)
+    run = program("colibri.run", "--model", moe_32, "--backend", "cuda", "--dispatch", "combo", "--precapture",
+                  "--prompt", "It was", "--max-new-tokens", 20)
     text = run.stdout.decode()
     assert run.returncode == 0, run.stderr
     assert "cuda sm_" in text and "--dispatch combo: " in text and "loading" in text
@@ -165,6 +165,7 @@ def test_device_error_is_one_line(moe_32):
               "try:\n    with Engine(sys.argv[1], backend='cuda') as e, e.session() as s:\n"
               "        s.prefill(b'A')\n        s.slot = 1 << 28\n        s.decode(66)\n"
               "except ColibriError as error:\n    sys.exit(str(error))\n")
-    run = subprocess.run([sys.executable, "-c", script, str(moe_32)], cwd=ROOT, check=False, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", script, str(moe_32)], cwd=ROOT, check=False, capture_output=True,
+                         text=True)
     assert run.returncode == 1 and run.stderr.startswith("GPU: step 2: CUDA_ERROR_ILLEGAL_ADDRESS"), run.stderr
     assert len(run.stderr.strip().splitlines()) == 1

@@ -96,7 +96,7 @@ def test_combine(mlp, rows):
 
 
 def bits_of(gpu, op, source, out, values, sizes, launched, layer=0):
-    """What op makes of the first so many rows of `values`, for each size, as bits; launched: for so many, or as many."""
+    """What op makes of the first so many rows of `values`, for each size, as bits. launched: None: for as many."""
     for size in sizes:
         gpu.write(source, values[:size])
         gpu.run_op("begin", size)  # also sets the true number, which the launch of more keeps

@@ -59,13 +59,14 @@ def start_line(place):
     words = []
     for word in shlex.split(of(service, "ExecStart")[0]):
         whole = re.fullmatch(r"\$(\w+)", word)
-        words += environment[whole[1]].split() if whole else [re.sub(r"\$\{(\w+)\}", lambda name: environment[name[1]], word)]
+        filled = re.sub(r"\$\{(\w+)\}", lambda name: environment[name[1]], word)
+        words += environment[whole[1]].split() if whole else [filled]
     return [word.replace("/opt/colibri/.venv/bin/python", sys.executable).replace("/opt/colibri", str(place))
             for word in words], environment
 
 
 def test_the_service_is_started_and_started_again(place):
-    """By ExecStart, in the environment and with the sockets that systemd gives; a client that comes while it is away waits."""
+    """By ExecStart, in the environment and with the sockets that systemd gives; who comes while it is away waits."""
     words, environment = start_line(place)
     names = [of(unit(name)["Socket"], "FileDescriptorName") or [name] for name in UNITS[1:]]
     with socket.socket(socket.AF_UNIX) as lines, socket.create_server(("127.0.0.1", 0)) as http:
@@ -93,7 +94,7 @@ def test_settings():
     service = unit("colibri.service")["Service"]
     assert of(service, "Restart") == ["on-failure"] and of(service, "NoNewPrivileges") == ["yes"]
     assert of(service, "MemoryMax") and of(service, "DynamicUser") == ["yes"]
-    listen = of(unit("colibri.socket")["Socket"], "ListenStream") + of(unit("colibri-http.socket")["Socket"], "ListenStream")
+    listen = [of(unit(name)["Socket"], "ListenStream")[0] for name in ("colibri.socket", "colibri-http.socket")]
     assert f"--serve unix:{listen[0]} --http {listen[1]} " in of(service, "ExecStart")[0]
     for name in UNITS[1:]:
         assert name in of(unit("colibri.service")["Unit"], "Requires")[0].split()
@@ -105,7 +106,8 @@ def test_settings():
 def test_systemd_takes_the_units(tmp_path):
     for name in UNITS:
         text = (ROOT / "deploy" / name).read_text()
-        (tmp_path / name).write_text(text.replace("/opt/colibri/.venv/bin/python", sys.executable).replace("/opt/colibri", "/"))
+        text = text.replace("/opt/colibri/.venv/bin/python", sys.executable)
+        (tmp_path / name).write_text(text.replace("/opt/colibri", "/"))
     verified = subprocess.run(["systemd-analyze", "verify", "--man=no", *[tmp_path / name for name in UNITS]],
                               capture_output=True, text=True, check=False)
     assert (verified.returncode, verified.stdout, verified.stderr) == (0, "", "")

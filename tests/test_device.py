@@ -1,4 +1,4 @@
-"""What the GPU's side says and does on machines that lack something, with a driver that is made up; no GPU is needed."""
+"""What the GPU's side says and does on machines that lack something, with a made-up driver; no GPU is needed."""
 
 import enum
 import os
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,7 +56,8 @@ def library(cuda_arch, path=b"cuda sm_90, CUDA 13.0"):
                                  headers=types.SimpleNamespace(constants={"COLIBRI_CUDA": 1}))
 
 
-@pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"), ((8, 9), "sm_89"),
+@pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"),
+                                              ((8, 9), "sm_89"),
                                               ((9, 0), "sm_90"), ((10, 3), "sm_100"), ((12, 1), "sm_120")])
 def test_arch(use, capability, arch):
     use(Driver(capability))
@@ -67,15 +69,15 @@ def no_library(_):
 
 
 @pytest.mark.parametrize("driver, line", [
-    (Driver(cuInit=no_library), ("NVIDIA driver: libcuda.so not found, expected a driver; install NVIDIA's, or run with "
-                                "--backend host")),
+    (Driver(cuInit=no_library), ("NVIDIA driver: libcuda.so not found, expected a driver; install NVIDIA's, or run "
+                                "with --backend host")),
     (Driver(cuInit=lambda _: (Status.CUDA_ERROR_NO_DEVICE,)),
      "GPU: none, expected one that the driver shows; look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
     (Driver(cuInit=lambda _: (Status.CUDA_ERROR_SYSTEM_DRIVER_MISMATCH,)),
-     ("NVIDIA driver: cuInit=CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, expected CUDA_SUCCESS; look at nvidia-smi and dmesg, and "
-     "restart after a driver's update")),
-    (Driver((7, 5)), ("GPU: Made-up GPU of compute capability 7.5, expected one of 8.0, 8.6, 8.9, 9.0, 10.0, 12.0; run with "
-                     "--backend host")),
+     ("NVIDIA driver: cuInit=CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, expected CUDA_SUCCESS; look at nvidia-smi and dmesg, "
+     "and restart after a driver's update")),
+    (Driver((7, 5)), ("GPU: Made-up GPU of compute capability 7.5, expected one of 8.0, 8.6, 8.9, 9.0, 10.0, 12.0; run "
+                     "with --backend host")),
 ], ids=["no driver", "no GPU", "broken driver", "old GPU"])
 def test_each_lack_has_its_line(use, driver, line):
     use(driver)
@@ -87,8 +89,8 @@ def test_each_lack_has_its_line(use, driver, line):
 @pytest.mark.parametrize("driver, built, line", [
     (Driver((8, 6)), 90, "lib.so: sm_90, expected kernels for Made-up GPU, which is sm_86; build with make ARCH=sm_86"),
     (Driver((8, 0)), 86, "lib.so: sm_86, expected kernels for Made-up GPU, which is sm_80; build with make ARCH=sm_80"),
-    (Driver(version=12080), 90, ("NVIDIA driver: CUDA 12.8, expected 13.0 or newer for lib.so; update the driver, or build "
-                                "with an older nvcc")),
+    (Driver(version=12080), 90, ("NVIDIA driver: CUDA 12.8, expected 13.0 or newer for lib.so; update the driver, or "
+                                "build with an older nvcc")),
 ], ids=["other generation", "newer minor", "old driver"])
 def test_library_that_cannot_run(use, driver, built, line):
     use(driver)
@@ -122,7 +124,8 @@ def test_too_little_memory_is_one_line_before_anything_is_allocated(use):
 
 def test_error_on_the_device_names_the_step(use):
     memory = memory_of(Driver(cuStreamSynchronize=lambda _: (Status.CUDA_ERROR_ILLEGAL_ADDRESS,)), use)
-    with pytest.raises(ColibriError, match="GPU: step 12: CUDA_ERROR_ILLEGAL_ADDRESS, expected CUDA_SUCCESS; run again"):
+    with pytest.raises(ColibriError,
+                       match="GPU: step 12: CUDA_ERROR_ILLEGAL_ADDRESS, expected CUDA_SUCCESS; run again"):
         memory.sync()
 
 
@@ -166,8 +169,8 @@ def test_file_is_copied_whole(use, monkeypatch, refused):
         assert start in registered or start in pinned
         device.ctypes.memmove(to, start, size)
         return (ok,)
-    use(Driver(CU_MEMHOSTREGISTER_READ_ONLY=8, cuMemHostRegister=register, cuMemcpyHtoDAsync=copy, cuMemHostAlloc=allocate,
-               cuCtxGetCurrent=lambda: (ok, 0), cuCtxSetCurrent=lambda _: (ok,),
+    use(Driver(CU_MEMHOSTREGISTER_READ_ONLY=8, cuMemHostRegister=register, cuMemcpyHtoDAsync=copy,
+               cuMemHostAlloc=allocate, cuCtxGetCurrent=lambda: (ok, 0), cuCtxSetCurrent=lambda _: (ok,),
                cuMemHostUnregister=lambda address: (registered.remove(address) or ok,), cuEventCreate=lambda _: (ok, 1),
                cuEventSynchronize=lambda _: (ok,), cuEventRecord=lambda *_: (ok,), cuEventDestroy=lambda _: (ok,),
                cuStreamSynchronize=lambda _: (ok,), cuMemFreeHost=lambda address: (pinned.pop(address) is None or ok,)))
@@ -200,8 +203,8 @@ def test_f32_weights_are_refused_before_a_library_is_built(use, monkeypatch, tmp
     path = f32_model(tmp_path, monkeypatch)
     with pytest.raises(ColibriError) as error:
         engine.Engine(path, backend="cuda")
-    assert str(error.value) == (f"{path}: weight_dtype=f32, expected f16 or bf16 on a GPU; convert the model with --dtype "
-                                "bf16, or run it with --backend host")
+    assert str(error.value) == (f"{path}: weight_dtype=f32, expected f16 or bf16 on a GPU; convert the model with "
+                                "--dtype bf16, or run it with --backend host")
 
 
 def test_f32_weights_run_on_the_host_under_auto(use, monkeypatch, tmp_path):
@@ -276,7 +279,8 @@ def test_doctor_needs_nothing(tmp_path):
     run = program("colibri.run", "--doctor", cwd=tmp_path)
     lines = dict(line.split("  ", 1) for line in run.stdout.decode().splitlines())
     assert run.returncode == 0 and run.stderr == b""
-    assert {"host", "host memory", "gcc and make", "GPU driver", "GPU", "GPU memory", "nvcc", "to build"} <= lines.keys()
+    assert {"host", "host memory", "gcc and make", "GPU driver", "GPU", "GPU memory", "nvcc",
+            "to build"} <= lines.keys()
     assert all(text.strip() for text in lines.values())
 
 
@@ -286,12 +290,26 @@ def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
     write_model(tmp_path / "a-model-with-a-long-name.bin", ffn=1000 + os.getpid() % 1000)
     (tmp_path / "broken.bin").write_bytes(b"COLI" + bytes([1, 0, 0, 0]) * 100)
     lines = program("colibri.run", "--doctor", cwd=tmp_path).stdout.decode().splitlines()
-    assert max(map(len, lines)) <= 80 and lines[-1].startswith("to build")
-    text = "\n".join(lines)
-    assert re.search(r"^ready.bin +ok: its library is built for host$", text, re.MULTILINE)
-    assert re.search(r"^a-model-with-a-long-name.bin +no library yet: colibri.run builds it", text, re.MULTILINE)
-    assert re.search(r"^broken.bin +broken.bin: version=1", text, re.MULTILINE)
+    assert all(len(line) <= 80 or "/libcolibri.so" in line for line in lines) and lines[-1].startswith("to build")
+    text = re.sub(r"\n +", " ", "\n".join(lines))
+    ready, broken = r"^ready.bin +ok: \S+ is built; make makes it again$", r"^broken.bin +broken.bin: version=1"
+    new = (r"^a-model-with-a-long-name.bin +\S+: not built, expected ready for --no-build; run make "
+           r"MODEL=a-model-with-a-long-name.bin$")
+    assert all(re.search(line, text, re.MULTILINE) for line in (ready, broken, new))
     assert re.search(r"^libraries +(ok: no others in build/|\d+ more in build/)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("named_first", [True, False])
+def test_doctor_of_one_model(tmp_path, moe_32, named_first):
+    """Wherever --model stands: the library that it needs, or what is wrong with the file, and no other model's."""
+    library = build.library_path(Checkpoint(moe_32))
+    shutil.copy(moe_32, tmp_path / "other.bin")
+    for name, line in ((moe_32, f"ok: {library} is built; make makes it again"),
+                       ("none.bin", "none.bin: not found, expected a model file; make one with")):
+        options = ("--model", name, "--doctor") if named_first else ("--doctor", "--model", name)
+        run = program("colibri.run", *options, cwd=tmp_path)
+        words = run.stdout.decode().split()
+        assert run.returncode == 0 and f"{Path(name).name} {line}" in " ".join(words) and "other.bin" not in words
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")

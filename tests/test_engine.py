@@ -1,5 +1,6 @@
 """Engine and Session: the same bits however tokens are fed, slots, limits, sampling, threads."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -252,6 +253,18 @@ def test_closed_and_doubled_sessions(moe_32):
             use()
 
 
+def test_a_view_of_the_state_outlives_the_engine(moe_32):
+    engine = Engine(moe_32, backend="host")
+    with engine.session() as session:
+        session.prefill(TEXT)
+    logits = engine.state("logits", 1)
+    kept = logits.copy()
+    engine.close()
+    del engine, session
+    gc.collect()
+    np.testing.assert_array_equal(logits, kept)
+
+
 def test_seeded_sampling(engine):
     def sample(seed, **options):
         with engine.session() as session:
@@ -286,7 +299,8 @@ def test_draws_are_even():
 
 @pytest.mark.parametrize("options, message", [
     ({"temperature": -1}, "temperature: -1"), ({"temperature": float("nan")}, "temperature: nan"),
-    ({"top_p": 0}, "top_p: 0"), ({"top_p": 1e-50}, "top_p: 1e-50"), ({"top_p": 1.5}, "top_p: 1.5"), ({"top_k": -1}, "top_k: -1"),
+    ({"top_p": 0}, "top_p: 0"), ({"top_p": 1e-50}, "top_p: 1e-50"), ({"top_p": 1.5}, "top_p: 1.5"),
+    ({"top_k": -1}, "top_k: -1"),
     ({"seed": -1}, "seed: -1"), ({"max_new_tokens": 2.5}, "max_new_tokens: 2.5, expected 1 to"),
     ({"max_new_tokens": 0}, "max_new_tokens: 0, expected 1 to")])
 def test_wrong_sampling_options(engine, options, message):

@@ -16,6 +16,8 @@ from colibri import build, headers
 from colibri.checkpoint import Checkpoint
 
 PROMPT = ("--prompt", "hello")
+CONFIG = (ROOT / "native" / "config.h").read_text()
+NAMES = " ".join(re.findall(r"^#ifndef (?!COLIBRI|CUDA)(\w+)", CONFIG, re.MULTILINE))
 
 
 @pytest.fixture
@@ -292,7 +294,9 @@ def test_library_of_another_model(place, moe_32):
 def test_wrong_defines(place):
     """Before anything is built with them."""
     for defines, line in (("-DK=4", "-DK=4, expected 2 as in moe.bin; the model decides, leave it out"),
-                          ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64")):
+                          ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
+                          ("-DMAX_BATHC=64",
+                           f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it")):
         run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"DEFINES": defines})
         assert line_of(run) == f"DEFINES: {line}" and b"building" not in run.stderr
 
@@ -308,7 +312,10 @@ def test_a_limit_of_the_build_says_so():
     for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
                             (["ARCH=sm_70"], "ARCH=sm_70: expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
                             (["ARCH="], "ARCH=: expected one of host "),
-                            (["DEFINES=MAX_BATCH=64"], "DEFINES=MAX_BATCH=64: expected -DNAME=VALUE")):
+                            *(([f"DEFINES={wrong}"], (f"DEFINES={wrong}: expected -DNAME=VALUE, as in "
+                                                      f"DEFINES=-DMAX_BATCH=64, and a NAME of {NAMES}.  Stop.\n"))
+                              for wrong in ("MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90",
+                                            "-DMAX_BATCH=64 -DX=1"))):
         made = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert made.returncode == 2 and line in made.stderr
 
@@ -332,8 +339,8 @@ def test_cut_library(place):
         write("cut.so", data[:size])
         run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place,
                       environment={"COLIBRI_LIBRARY": "cut.so"})
-        assert line_of(run) == (f"cut.so: size={size}, expected {64 if size < 64 else len(data)} bytes; the file is cut "
-                                "off, build it again with make")
+        assert line_of(run) == (f"cut.so: size={size}, expected {64 if size < 64 else len(data)} bytes; the file is "
+                                "cut off, build it again with make")
 
 
 @pytest.mark.parametrize("options, redirection, message", [

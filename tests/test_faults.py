@@ -65,7 +65,8 @@ with Engine(sys.argv[1], "host", num_slots=1) as engine, engine.session() as ses
     print(session.length)
     print(bytes(session.generate(b"the old captain", 12)).decode())
 """
-    run = subprocess.run([sys.executable, "-c", script, str(moe_32)], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", script, str(moe_32)], cwd=ROOT, capture_output=True, text=True,
+                         check=False)
     assert run.returncode == 0, run.stderr
     length, text = run.stdout.splitlines()
     with engine.session() as session:
@@ -78,8 +79,8 @@ def test_a_device_that_has_no_memory_left(use):  # noqa: F811
     memory._device_blocks = []
     with pytest.raises(ColibriError) as error:
         memory.state(1 << 30)
-    assert str(error.value) == ("GPU: cuMemAlloc=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; see python -m colibri.run "
-                                "--doctor")
+    assert str(error.value) == ("GPU: cuMemAlloc=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; see python -m "
+                                "colibri.run --doctor")
     assert memory._device_blocks == []
 
 
@@ -144,8 +145,8 @@ def test_a_model_that_is_cut_off_while_it_serves(model, tmp_path):
         assert not any(b"finish_reason" in line for line in drained(client))
         assert service.process.wait(10) == 2
         assert service.log.partition("\n")[2] == (
-            f"{model}: a part of it can no longer be read, expected its {size} bytes to stay while it is in use; it was cut "
-            "off, or its disk fails: write a new file beside it and rename that over it\n")
+            f"{model}: a part of it can no longer be read, expected its {size} bytes to stay while it is in use; it "
+            "was cut off, or its disk fails: write a new file beside it and rename that over it\n")
 
 
 def test_a_model_that_is_replaced_while_it_serves(model, tmp_path, expected):
@@ -169,7 +170,8 @@ def test_a_clock_that_jumps(model, tmp_path, expected):
     """Deadlines and latencies do not look at it."""
     script = ("import itertools, sys, time\nreal, jumps = time.time, itertools.cycle((0, 1e8, -1e8))\n"
               "time.time = lambda: real() + next(jumps)\nfrom colibri import run\nsys.exit(run.command())")
-    command = [sys.executable, "-c", script, "--model", str(model), "--serve", f"unix:{tmp_path / 'socket'}", "--http", ":0"]
+    command = [sys.executable, "-c", script, "--model", str(model), "--serve", f"unix:{tmp_path / 'socket'}", "--http",
+               ":0"]
     with Service(model, tmp_path, command=command) as service, service.client() as client:
         for _ in range(5):
             answer = client.ask(**REQUEST, deadline_ms=20_000)
@@ -180,8 +182,8 @@ def test_a_clock_that_jumps(model, tmp_path, expected):
 
 
 def test_a_memory_limit_while_serving(model, tmp_path, expected):
-    """No more memory, not even for the stack of a thread: requests are answered, or fail with a line or their connection;
-    when there is memory again all is as before."""
+    """No more memory, not even for the stack of a thread: requests are answered, or fail with a line or their
+    connection; when there is memory again all is as before."""
     with Service(model, tmp_path, "--batch-size", 4) as service, service.client() as client:
         limit = int(resident(service, "VmRSS") * (1 << 20))
         resource.prlimit(service.process.pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -211,6 +213,6 @@ def test_weights_that_hold_nan(tmp_path):
         for _ in range(3):
             answer = client.ask(prompt="abc", max_new_tokens=3)
             assert answer == {"id": 0, "error": {"code": "internal", "message": (
-                "layers.1.router: logits of token 0 are NaN, +inf or fewer than k=2 finite, expected finite; the weights or "
-                "the input hold NaN or inf")}}
+                "layers.1.router: logits of token 0 are NaN, +inf or fewer than k=2 finite, expected finite; the "
+                "weights or the input hold NaN or inf")}}
         assert service.metric("kv_slots_free") == service.metric("kv_slots") and service.stop() == 0

@@ -15,8 +15,8 @@ from colibri.errors import ColibriError
 def test_fuzz():
     """All targets at once, on two processors: what each finds is in its output."""
     commands = [["bin", "--seconds", "12"], ["step", "--seconds", "8"], ["request", "--seconds", "20"]]
-    runs = [subprocess.Popen([sys.executable, "-m", "bench.fuzz", *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT) for command in commands]
+    runs = [subprocess.Popen([sys.executable, "-m", "bench.fuzz", *command], cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for command in commands]
     outputs = [run.communicate(timeout=300)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], "\n".join(outputs)
     for output in outputs:

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "metrics": ("report",), "requests": ("arrays", "engine", "report", "text", "errors"),
     "scheduler": ("engine", "requests", "errors"), "connection": ("requests",),
     "http": ("connection", "metrics", "requests", "errors"),
-    "server": ("connection", "http", "listen", "log", "metrics", "requests", "scheduler", "stdio", "errors"),
+    "server": ("arrays", "connection", "http", "listen", "log", "metrics", "requests", "scheduler", "stdio", "errors"),
     "serve": ("build", "engine", "listen", "scheduler", "http", "server", "errors"),
     "doctor": ("build", "checkpoint", "device", "engine", "errors", "native"),
     "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "arrays", "serve", "errors"),
@@ -63,6 +63,6 @@ def test_host_run_imports_no_cuda_and_no_progress_bar():
 def test_a_clone_named_like_the_package_hides_nothing(tmp_path):
     """Started beside a clone called colibri, whose root is no package."""
     (tmp_path / "colibri" / "native").mkdir(parents=True)
-    found = subprocess.run([sys.executable, "-c", "import colibri.native; print(colibri.native.__file__)"], cwd=tmp_path,
-                           capture_output=True, text=True, check=False)
+    found = subprocess.run([sys.executable, "-c", "import colibri.native; print(colibri.native.__file__)"],
+                           cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.stdout.strip() == str(ROOT / "colibri" / "native.py"), found.stderr

@@ -6,8 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from converter_files import MIXTRAL_CONFIG, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
+from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
 from test_converter import DATA, convert, refusal
+from test_safetensors import entry, write
 
 from colibri.checkpoint import Checkpoint
 from colibri.engine import Engine
@@ -225,24 +226,26 @@ def test_megatron_experts_in_two_matrices(tmp_path, gated):
         np.testing.assert_array_equal(got["layers.0.experts_down"][e].T, weight2.reshape(experts, ffn, hidden)[e])
     arrays[place + "experts.weight1"] = np.asfortranarray(weight1)  # has no such view
     with pytest.raises(ColibriError, match="experts.weight1: float32 with strides, expected one block of plain floats"):
-        read_all(write_pt(tmp_path / "b.pt", arrays), "--k", "2", "--activation", "silu", "--renormalize", "--ffn", "12")
+        read_all(write_pt(tmp_path / "b.pt", arrays), "--k", "2", "--activation", "silu", "--renormalize", "--ffn",
+                 "12")
 
 
 def test_one_rank_of_megatron_experts_is_not_taken_for_all(tmp_path):
     """2 of 4 experts of ffn 8 have the shapes of 4 of ffn 4."""
     place = "decoder.layers.0.mlp."
-    arrays = {place + "router.weight": np.ones((4, 6), np.float32), place + "experts.weight1": np.ones((6, 16), np.float32),
+    arrays = {place + "router.weight": np.ones((4, 6), np.float32),
+              place + "experts.weight1": np.ones((6, 16), np.float32),
               place + "experts.weight2": np.ones((16, 6), np.float32)}
     path, flags = write_pt(tmp_path / "a.pt", arrays), ("--k", "2", "--activation", "silu", "--renormalize")
     with pytest.raises(ColibriError) as error:
         read_all(path, *flags)
     assert str(error.value) == (
-        f"{path}: experts.weight1: no ffn given, expected it, since 4 experts of 4 rows look like a rank's share of larger "
-        "ones; give --ffn 4 if these are all")
+        f"{path}: experts.weight1: no ffn given, expected it, since 4 experts of 4 rows look like a rank's share of "
+        "larger ones; give --ffn 4 if these are all")
     with pytest.raises(ColibriError) as error:
         read_all(path, *flags, "--ffn", "8")
-    assert str(error.value) == (f"{path}: experts.weight1: rows for 4 experts of ffn=4, expected ffn=8; it has one rank's "
-                                "experts alone, join those of all ranks")
+    assert str(error.value) == (f"{path}: experts.weight1: rows for 4 experts of ffn=4, expected ffn=8; it has one "
+                                "rank's experts alone, join those of all ranks")
 
 
 def read_all(path, *flags):
@@ -253,8 +256,8 @@ def test_groups_and_scaling_of_bare_layers(capsys, tmp_path):
     """From a config or from flags; a family whose models have them says what it takes where nothing tells."""
     path = shutil.copy(DATA / "pt" / "fam_deepseek_v3.pt", tmp_path / "a.pt")
     experts = convert(path, tmp_path / "0.bin", *CHOICES[:2], "--renormalize")[0]["num_experts"]
-    assert ("taken to choose from all experts and not to scale; if it does otherwise, give --num-groups, --topk-groups, "
-            "--routed-scaling") in capsys.readouterr().err
+    assert ("taken to choose from all experts and not to scale; if it does otherwise, give --num-groups, "
+            "--topk-groups, --routed-scaling") in capsys.readouterr().err
     flags = ["--num-groups", experts, "--topk-groups", "2", "--routed-scaling", "2.5"]
     one = convert(path, tmp_path / "1.bin", *CHOICES[:2], "--renormalize", *flags)[0]
     assert (one["num_groups"], one["topk_groups"], one["routed_scaling"]) == (experts, 2, 2.5)
@@ -274,7 +277,8 @@ def test_bare_names_of_families_that_route_differently(capsys, tmp_path):
     """Mixtral's names on disk are phimoe's too; phimoe's fused names could be gpt_oss's, which has biases, though."""
     generator, shape = np.random.default_rng(0), {"experts.gate_up_proj": (3, 12, 10), "experts.down_proj": (3, 10, 6)}
     convert(DATA / "pt" / "fam_mixtral_disk.pt", tmp_path / "a.bin", *CHOICES[:2], "--renormalize")
-    assert "mixtral/phimoe: names of families that route differently: taken to route by softmax" in capsys.readouterr().err
+    warning = "mixtral/phimoe: names of families that route differently: taken to route by softmax"
+    assert warning in capsys.readouterr().err
     arrays = {f"model.layers.0.mlp.{name}": generator.standard_normal(size).astype(np.float32)
               for name, size in {"router.weight": (3, 10), **shape}.items()}
     header, got = convert(write_pt(tmp_path / "b.pt", arrays), tmp_path / "b.bin")
@@ -396,3 +400,40 @@ def test_whether_a_model_fits_the_gpu(capsys, monkeypatch, tmp_path, tool, name,
 def test_options_of_inspect(capsys, arguments, cause):
     assert converter.main([str(FAMILY / "mixtral"), *arguments]) == 2
     assert cause in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numbers, error", [
+    ([3, 4], ("layers from 3 on, expected the first to be 0; convert the checkpoint that has those before it, or "
+              "rename these")),
+    ([0, 2], ("missing tensor transformer.h.1.mlp.router.weight (and 6 more), expected 3 experts in each MoE layer of "
+              "3 layers; the checkpoint is incomplete"))])
+def test_bare_layers_that_are_not_all(capsys, tmp_path, numbers, error):
+    arrays = {name.replace("h.0.", f"h.{number}."): array
+              for number in numbers for name, array in gpt_arrays(layers=1).items()}
+    write_pt(tmp_path / "a.pt", arrays)
+    assert refusal(capsys, tmp_path / "a.pt", tmp_path / "a.bin", *CHOICES) == f"{tmp_path}/a.pt: {error}\n"
+
+
+def write_safetensors(path, arrays):
+    ends = np.cumsum([array.nbytes for array in arrays.values()]).tolist()
+    header = {name: entry("F16", array.shape, end - array.nbytes, end)
+              for end, (name, array) in zip(ends, arrays.items())}
+    write(path, header, b"".join(array.tobytes() for array in arrays.values()))
+
+
+@pytest.mark.parametrize("arguments", [["--inspect"], ["a.bin", "--k", "1", "--renormalize", "--activation", "silu"]])
+def test_a_whole_model_without_its_config(capsys, tmp_path, arguments):
+    """Is not taken for a bare stack, which needs none."""
+    arrays = mixtral_arrays()
+    write_safetensors(tmp_path / "model.safetensors", arrays)
+    error = ("model.safetensors: model.embed_tokens.weight (and 6 more) of a whole language model, but no config with "
+             "model_type, expected its config.json beside it; put it there, or name it with --config\n")
+    assert refusal(capsys, tmp_path / "model.safetensors", *arguments).endswith(error)
+    attention = {name: array for name, array in arrays.items() if "moe" in name or "q_proj" in name}
+    write_safetensors(tmp_path / "model.safetensors", attention)
+    error = "0.self_attn.q_proj.weight (and 1 more) of a whole language model, but no config"
+    assert error in refusal(capsys, tmp_path / "model.safetensors", *arguments)
+    stack = {name: array for name, array in arrays.items() if "moe" in name}
+    write_safetensors(tmp_path / "model.safetensors", stack)
+    assert inspected(capsys, tmp_path / "model.safetensors")["missing"] == [
+        "a choice of --k", "a choice of --renormalize or --no-renormalize"]

@@ -49,8 +49,8 @@ def while_mapped(model, change, then=""):
 def test_a_model_that_is_cut_off_while_it_runs(model, size):
     whole = os.path.getsize(model)
     assert while_mapped(model, lambda: os.truncate(model, size)) == (2, "", (
-        f"{model}: a part of it can no longer be read, expected its {whole} bytes to stay while it is in use; it was cut "
-        "off, or its disk fails: write a new file beside it and rename that over it\n"))
+        f"{model}: a part of it can no longer be read, expected its {whole} bytes to stay while it is in use; it was "
+        "cut off, or its disk fails: write a new file beside it and rename that over it\n"))
 
 
 def test_a_model_that_is_replaced_while_it_runs(model, tmp_path):
@@ -88,26 +88,28 @@ def test_an_input_that_is_cut_off_while_it_is_read(tmp_path):
     build.library_path(Checkpoint(write_model(tmp_path / "stack.bin", STACK)))
     np.save(tmp_path / "x.npy", np.zeros((4000, 64), np.float32))
     script = ("import os, sys\nfrom colibri import run\nprepare = run.prepare\n"
-              "def cut(*arguments):\n    prepared = prepare(*arguments)\n    os.truncate('x.npy', 4096)\n    return prepared\n"
-              "run.prepare = cut\nsys.exit(run.command())")
-    done = subprocess.run([sys.executable, "-c", script, "--model", "stack.bin", "--input", "x.npy", "--output", "y.npy"],
-                          cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-                          check=False)
-    assert done.returncode == 2 and done.stderr.startswith("x.npy: a part of it can no longer be read, expected its 1024000")
+              "def cut(*arguments):\n    prepared = prepare(*arguments)\n    os.truncate('x.npy', 4096)\n"
+              "    return prepared\nrun.prepare = cut\nsys.exit(run.command())")
+    done = subprocess.run([sys.executable, "-c", script, "--model", "stack.bin", "--input", "x.npy",
+                           "--output", "y.npy"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("x.npy: a part of it can no longer be read, expected its 1024000")
     assert done.stderr.count("\n") == 1 and not (tmp_path / "y.npy").exists()
 
 
 def test_a_checkpoint_that_is_cut_off_under_a_view_of_it(tmp_path):
     """What is gone reads as zeros, which the check at the end refuses."""
-    script = ("import os, sys\nfrom converter.mapped import check_sizes\nfrom converter.pt_reader import read_checkpoint\n"
+    script = ("import os, sys\nfrom converter.mapped import check_sizes\n"
+              "from converter.pt_reader import read_checkpoint\n"
               "rows = read_checkpoint(sys.argv[1])['w'].array()\nos.truncate(sys.argv[1], 100_000)\n"
               "print((rows[0] != 0).all(), (rows[-1] == 0).all())\ncheck_sizes()")
     path = write_pt(tmp_path / "a.pt", {"w": np.random.default_rng(0).standard_normal((1000, 300))})
     size = path.stat().st_size
     done = subprocess.run([sys.executable, "-c", script, path], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "True True\n" and done.returncode == 1
-    assert done.stderr.endswith(f"ColibriError: {path}: the file shrank to 100000 bytes while it was read, expected {size}; "
-                                "convert again when nothing writes to it\n")
+    assert done.stderr.endswith(f"ColibriError: {path}: the file shrank to 100000 bytes while it was read, expected "
+                                f"{size}; convert again when nothing writes to it\n")
 
 
 def test_a_checkpoint_that_is_cut_off_at_the_end_of_a_conversion(tmp_path):
@@ -116,7 +118,7 @@ def test_a_checkpoint_that_is_cut_off_at_the_end_of_a_conversion(tmp_path):
     script = ("import os, sys\nfrom converter import __main__, bin_writer\nwrite = bin_writer.write\n"
               "def cut(*arguments):\n    write(*arguments)\n    os.truncate(sys.argv[1], 8192)\n"
               "bin_writer.write = cut\nsys.exit(__main__.main(sys.argv[1:]))")
-    done = subprocess.run([sys.executable, "-c", script, path, tmp_path / "a.bin"], cwd=ROOT, capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run([sys.executable, "-c", script, path, tmp_path / "a.bin"], cwd=ROOT, capture_output=True,
+                          text=True, check=False)
     assert done.returncode == 2 and sorted(os.listdir(tmp_path)) == ["a.json", "a.pt"]
     assert done.stderr.startswith(f"{path}: the file shrank to 8192 bytes") and done.stderr.count("\n") == 1

@@ -28,7 +28,8 @@ BAD = [
     (b'{"id": 1, "prompt": "\xff"}', "line: byte 0xff at 21, expected UTF-8; encode it so"),
     (b'{"id": 1, "prompt": "\xe2\x82"}', "line: byte 0xe2 at 21, expected UTF-8; encode it so"),
     (b"\xef\xbb\xbf{}", "line: not JSON from character 0 on, expected one JSON object"),
-    (b'{"id": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "line: nested too deeply, expected a JSON object of plain fields"),
+    (b'{"id": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+     "line: nested too deeply, expected a JSON object of plain fields"),
     (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "line: nested too deeply, expected a JSON object of plain fields"),
     (b'{"id": 1, "temperature": NaN}', "line: NaN, expected numbers that JSON has; leave it out"),
     (b'{"id": 1, "temperature": -Infinity}', "line: -Infinity, expected numbers that JSON has; leave it out"),
@@ -50,7 +51,8 @@ BAD = [
     (b'{"id": 1, "prompt": null}', "prompt: null, expected a string"),
     (b'{"id": 1, "prompt": ["x"]}', "prompt: a list, expected a string"),
     (b'{"id": 1, "prompt": "\\ud83d"}', "prompt: half a surrogate pair, expected text; send whole characters"),
-    (b'{"id": 1, "prompt_ids": []}', "prompt_ids: 0 tokens, expected at least 1; the model needs something to continue"),
+    (b'{"id": 1, "prompt_ids": []}',
+     "prompt_ids: 0 tokens, expected at least 1; the model needs something to continue"),
     (b'{"id": 1, "prompt_ids": "1 2"}', 'prompt_ids: "1 2", expected a list of integers'),
     (b'{"id": 1, "prompt_ids": [1, 2.0]}', "prompt_ids: a list, expected a list of integers"),
     (b'{"id": 1, "prompt_ids": [true]}', "prompt_ids: a list, expected a list of integers"),
@@ -83,13 +85,14 @@ BAD = [
     (b'"stream": "yes"', 'stream: "yes", expected true or false'),
     (b'"deadline_ms": 0', "deadline_ms: 0, expected an integer, 1 to 1099511627776"),
     (b'"deadline_ms": 10.5', "deadline_ms: 10.5, expected an integer, 1 to 1099511627776"),
-    (b'"deadline_ms": 1' + b"0" * 40, "deadline_ms: a number of more than 64 bits, expected an integer, 1 to 1099511627776"),
+    (b'"deadline_ms": 1' + b"0" * 40,
+     "deadline_ms: a number of more than 64 bits, expected an integer, 1 to 1099511627776"),
 ]
 TOO_LONG = [
-    (b'"max_new_tokens": 513', ("max_new_tokens: 513, expected at most 512 after a prompt of 1 tokens in a context of 512; "
-                               "lower it")),
-    (b'"max_new_tokens": 1' + b"0" * 400, ("max_new_tokens: a number of more than 64 bits, expected at most 512 after a "
-                                          "prompt of 1 tokens in a context of 512; lower it")),
+    (b'"max_new_tokens": 513', ("max_new_tokens: 513, expected at most 512 after a prompt of 1 tokens in a context of "
+                               "512; lower it")),
+    (b'"max_new_tokens": 1' + b"0" * 400, ("max_new_tokens: a number of more than 64 bits, expected at most 512 after "
+                                          "a prompt of 1 tokens in a context of 512; lower it")),
 ]
 CANCEL = [
     (b'{"cancel": 1, "id": 2}', '"id": unknown field, expected one of cancel'),
@@ -131,15 +134,17 @@ def test_a_prompt_longer_than_the_context(reader, engine):
         with pytest.raises(Refused) as refused:
             reader.request({"id": "a", **fields})
         assert (str(refused.value), refused.value.code, refused.value.id) == (
-            f"{next(iter(fields))}: 600 {unit}, expected at most 512, max_positions of {engine.checkpoint.path}; use fewer",
+            (f"{next(iter(fields))}: 600 {unit}, expected at most 512, max_positions of {engine.checkpoint.path}; "
+             "use fewer"),
             "too_long", "a")
 
 
 def test_a_whole_request(reader):
-    line = (b'{"id": "a\\u00e9", "prompt": "h\xc3\xa9", "max_new_tokens": 7, "temperature": 0.5, "top_k": 40, "top_p": 1, '
-            b'"seed": 18446744073709551615, "stream": true, "deadline_ms": 250}')
+    line = (b'{"id": "a\\u00e9", "prompt": "h\xc3\xa9", "max_new_tokens": 7, "temperature": 0.5, "top_k": 40, '
+            b'"top_p": 1, "seed": 18446744073709551615, "stream": true, "deadline_ms": 250}')
     request = read(reader, line)
-    assert (request.id, request.prompt, request.max_new_tokens, request.stream) == ("a\xe9", list("h\xe9".encode()), 7, True)
+    assert (request.id, request.prompt) == ("a\xe9", list("h\xe9".encode()))
+    assert request.max_new_tokens == 7 and request.stream is True
     assert request.sampler == Sampler(0.5, 40, 1, 2**64 - 1) and request.deadline == request.arrived + 0.25
 
 
@@ -184,22 +189,24 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
                 ({"input": "x.npy", "output": "./x.npy"}, ("output: ./x.npy, expected another file than input; choose "
                                                           "another name")),
                 ({"input": "x.npy", "output": "pipe"}, "output: pipe: a special file, expected a file or a new name"),
-                ({"input": "x.npy", "output": "socket"}, "output: socket: a special file, expected a file or a new name"),
+                ({"input": "x.npy", "output": "socket"},
+                 "output: socket: a special file, expected a file or a new name"),
                 ({"input": "x.npy", "output": "."}, "output: .: a directory, expected a file or a new name"),
                 ({"input": "x.npy", "output": "x.npy/y"}, "output: x.npy/y, Not a directory, expected a file's name"),
-                ({"input": "x.npy", "output": "y.npy", "seed": 1}, ("seed: given, expected only with prompt or prompt_ids; "
-                                                                   "leave it out")),
-                ({"input": "none.npy", "output": "y.npy"}, ("none.npy: No such file or directory, expected an .npy file of "
-                                                           "numbers; write it with numpy.save")),
+                ({"input": "x.npy", "output": "y.npy", "seed": 1}, ("seed: given, expected only with prompt or "
+                                                                   "prompt_ids; leave it out")),
+                ({"input": "none.npy", "output": "y.npy"}, ("none.npy: No such file or directory, expected an .npy "
+                                                           "file of numbers; write it with numpy.save")),
                 ({"input": "pipe", "output": "y.npy"}, "pipe: a special file, expected a file that numpy.save wrote"),
-                ({"input": "f.npy", "output": "y.npy"}, ("f.npy: fortran_order=True, expected rows one after another; write "
-                                                        "it with numpy.save(path, numpy.ascontiguousarray(x))")),
+                ({"input": "f.npy", "output": "y.npy"}, ("f.npy: fortran_order=True, expected rows one after another; "
+                                                        "write it with numpy.save(path, numpy.ascontiguousarray(x))")),
                 ({"input": "narrow.npy", "output": "y.npy"}, (f"narrow.npy: shape=(3, 65), expected (tokens, 64) from "
-                                                             f"hidden=64 of {tmp_path}/stack.bin; give it rows of that size")),
-                ({"prompt": "x"}, (f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt; this is a bare stack of "
-                                  "MoE layers, give it an input")),
-                ({"prompt_ids": [1]}, (f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt_ids; this is a bare "
-                                      "stack of MoE layers, give it an input"))):
+                                                             f"hidden=64 of {tmp_path}/stack.bin; give it rows of that "
+                                                             "size")),
+                ({"prompt": "x"}, (f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt; this is a bare "
+                                  "stack of MoE layers, give it an input")),
+                ({"prompt_ids": [1]}, (f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt_ids; this is a "
+                                      "bare stack of MoE layers, give it an input"))):
             with pytest.raises(Refused) as refused:
                 reader.request({"id": 1, **fields})
             assert str(refused.value) == message
@@ -209,8 +216,8 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
 def test_a_model_of_tokens_takes_no_files(reader, engine):
     with pytest.raises(Refused) as refused:
         reader.request({"id": 1, "input": "x.npy", "output": "y.npy"})
-    assert str(refused.value) == (f"{engine.checkpoint.path}: vocab_size=256, expected 0 for input, a bare stack of MoE "
-                                  "layers; give this model a prompt")
+    assert str(refused.value) == (f"{engine.checkpoint.path}: vocab_size=256, expected 0 for input, a bare stack of "
+                                  "MoE layers; give this model a prompt")
 
 
 def test_text_for_a_model_of_words(tmp_path):

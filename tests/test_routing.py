@@ -16,7 +16,7 @@ SPARSEMIXER = 3
 LN = math.log
 HIDDEN = 8
 
-# One token's logits and its router's correction bias or None; the choice and its weights; what is not BinHeader's plain.
+# One token's logits and its router's correction bias or None; the choice and its weights; the header's other fields.
 Oracle = namedtuple("Oracle", "logits ids weights bias config")
 
 
@@ -39,9 +39,10 @@ ORACLES = {
     "saturated sigmoids keep the order": oracle([40.0, 50.0, 30.0], [1, 0], [1, 1], router_kind=SIGMOID, renormalize=0),
     "sigmoids below the smallest normal": oracle(
         [-100.0, -101.0, -120.0], [0, 1], [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))], router_kind=SIGMOID),
-    "chosen with the bias, weighed without": oracle([HALF, LESS], [1], [0.4], [0, 10], router_kind=SIGMOID, renormalize=0),
+    "chosen with the bias, weighed without": oracle([HALF, LESS], [1], [0.4], [0, 10], router_kind=SIGMOID,
+                                                    renormalize=0),
     "softmax chosen with the bias": oracle([LN(0.5), LN(0.4), LN(0.1)], [2, 0], [0.1, 0.5], [0, 0, 10], renormalize=0),
-    # Biased scores -4.5, -4.6 | -4.4, -9: the second group's sum is worse, so expert 2 is out, and must be at -inf, not 0.
+    # Biased scores -4.5, -4.6 | -4.4, -9: the second group's sum is worse, so expert 2 is out, and must be at -inf.
     "masked groups, all scores negative": oracle([HALF, LESS, MORE, HALF], [0, 1], [5 / 9, 4 / 9], [-5, -5, -5, -9.5],
                                                  router_kind=SIGMOID, num_groups=2, topk_groups=1),
     "a softmax group counts as its best": oracle([LN(0.3), LN(0.1), LN(0.35), LN(0.25)], [2], [0.35], renormalize=0,

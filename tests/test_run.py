@@ -228,7 +228,7 @@ def test_help_teaches():
     text = program("colibri.run", "--help").stdout.decode()
     assert "--prompt TEXT" in text and "default 128" in text
     assert text.startswith("usage: python -m colibri.run --model FILE [options]\n"
-                           "       python -m colibri.run --doctor\n")
+                           "       python -m colibri.run --doctor [--model FILE]\n")
 
 
 def test_numbers_of_a_csv_are_plain():

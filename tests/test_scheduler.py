@@ -125,7 +125,8 @@ def test_prompts_one_after_another_and_short_ones_together(scheduler):
     assert all(item.finish == "length" for item in requests)
 
 
-@pytest.mark.parametrize("chunk, sizes", [(2, [64, 64, 64, 8, 1, 1]), (80, [80, 80, 40, 1, 1]), (3, [64, 64, 64, 8, 1, 1])])
+@pytest.mark.parametrize("chunk, sizes", [(2, [64, 64, 64, 8, 1, 1]), (80, [80, 80, 40, 1, 1]),
+                                          (3, [64, 64, 64, 8, 1, 1])])
 def test_chunks_alone_and_in_company(small, scheduler, chunk, sizes):
     """Alone 64 tokens; beside others the chunk, or as many as decode; above 64 always the chunk."""
     scheduler.prefill_chunk = chunk
@@ -243,8 +244,8 @@ def test_deadlines(scheduler):
     turn(scheduler)
     assert (waits.finish, waits.error.code, waits.error.id) == ("error", "deadline", b"w")
     assert str(waits.error).startswith("deadline_ms: passed after ")
-    assert str(waits.error).endswith(" ms while waiting, expected time for a first token; allow more, or send it when fewer "
-                                     "requests run")
+    assert str(waits.error).endswith(" ms while waiting, expected time for a first token; allow more, or send it when "
+                                     "fewer requests run")
     for item in requests:
         scheduler.cancel(item)
     turn(scheduler)
@@ -349,8 +350,8 @@ def test_no_memory_for_a_step(small, scheduler, monkeypatch):
     monkeypatch.setattr(small, "advance", step)
     scheduler.submit(item := request(b"abc", 3))
     turn(scheduler)
-    assert str(item.error) == ("memory: not enough for a step, expected more; lower --batch-size, or raise the service's "
-                               "limit")
+    assert str(item.error) == ("memory: not enough for a step, expected more; lower --batch-size, or raise the "
+                               "service's limit")
 
 
 def test_a_device_that_is_lost(small, monkeypatch):
@@ -368,7 +369,8 @@ def test_a_device_that_is_lost(small, monkeypatch):
     monkeypatch.setattr(small.memory, "sync", lost)
     scheduler.start()
     scheduler._thread.join(10)
-    assert not scheduler.is_alive and scheduler.failure == "GPU: step 2: CUDA_ERROR_ILLEGAL_ADDRESS, expected CUDA_SUCCESS"
+    assert scheduler.failure == "GPU: step 2: CUDA_ERROR_ILLEGAL_ADDRESS, expected CUDA_SUCCESS"
+    assert not scheduler.is_alive
     assert {(item.finish, str(item.error), item.error.code) for item in items} == {
         ("error", scheduler.failure, "internal")}
     assert scheduler.num_unfinished == 0
@@ -405,9 +407,11 @@ def stack_request(checkpoint, x, folder, name="x"):
 
 
 @pytest.mark.parametrize("place, message", [
-    ("folder", ": a directory, expected a file that numpy.save wrote"), ("pipe", ": a special file, expected a file that numpy.save wrote"),
+    ("folder", ": a directory, expected a file that numpy.save wrote"),
+    ("pipe", ": a special file, expected a file that numpy.save wrote"),
     ("output is a socket", ": a special file, expected a file or a new name"),
-    ("output's folder is gone", ": No such file or directory, expected to write 332800 bytes there; choose another --output")])
+    ("output's folder is gone",
+     ": No such file or directory, expected to write 332800 bytes there; choose another --output")])
 def test_files_of_a_stack_that_change_while_it_waits(tmp_path, place, message):
     """An error of that request alone, whatever has come in a file's place."""
     (tmp_path / "out").mkdir()
@@ -415,7 +419,8 @@ def test_files_of_a_stack_that_change_while_it_waits(tmp_path, place, message):
     with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host", num_slots=1) as engine, \
             socket.socket(socket.AF_UNIX) as listener:
         scheduler = Scheduler(engine, 3, CHUNK, lambda: None)
-        first, victim, last = (stack_request(engine.checkpoint, x, tmp_path, name) for name in ("first", "victim", "last"))
+        first, victim, last = (stack_request(engine.checkpoint, x, tmp_path, name)
+                               for name in ("first", "victim", "last"))
         for item in (first, victim, last):
             scheduler.submit(item)
         turn(scheduler)
@@ -459,14 +464,26 @@ def test_hidden_states_of_a_stack(tmp_path, monkeypatch):
         for item, x in zip(items, inputs):
             assert item.finish == "stop"
             np.testing.assert_array_equal(np.load(item.rows.output), engine.stack(x))
-        assert str(items[3].error) == (f"{tmp_path}/nan.npy: row 700 holds NaN or inf, expected finite numbers; look at "
-                                       "what made it")
+        assert str(items[3].error) == (f"{tmp_path}/nan.npy: row 700 holds NaN or inf, expected finite numbers; look "
+                                       "at what made it")
         cut = stack_request(engine.checkpoint, inputs[0], tmp_path, "cut")
         scheduler.submit(cut)
         turn(scheduler)
         with open(tmp_path / "cut.npy", "r+b") as file:
             file.truncate(128 + 600 * 256)
         finish(scheduler, cut)
-        assert str(cut.error) == (f"{tmp_path}/cut.npy: ends within row 600, expected 1300 rows; it was cut off while it "
-                                  "was read")
+        assert str(cut.error) == (f"{tmp_path}/cut.npy: ends within row 600, expected 1300 rows; it was cut off while "
+                                  "it was read")
         assert sorted(path.name for path in tmp_path.glob("*-y.npy*")) == ["0-y.npy", "1-y.npy", "2-y.npy"]
+
+
+def test_stopped_within_a_stack(tmp_path):
+    """What it has written so far is removed."""
+    with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host") as engine:
+        scheduler = Scheduler(engine, 0, CHUNK, lambda: None)
+        scheduler.submit(item := stack_request(engine.checkpoint, np.ones((1300, 64), np.float32), tmp_path))
+        turn(scheduler)
+        assert list(tmp_path.glob("x-y.npy.*"))
+        scheduler._stopping = True
+        scheduler.start()
+        assert scheduler.stop(10) and item.finish is None and not list(tmp_path.glob("x-y.npy*"))

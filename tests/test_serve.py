@@ -58,7 +58,8 @@ def test_stdin_until_its_end(moe_32, engine):
     by_id = {key: [line for line in got if line["id"] == key] for key in ("a", 2, None, 3)}
     final, = by_id["a"]
     assert final["text"] == greedy(engine, "It was ", 30)
-    assert final == {**final, "finish_reason": "length", "prompt_tokens": 7, "completion_tokens": 30, "path": engine.path}
+    assert final == {**final, "finish_reason": "length", "prompt_tokens": 7, "completion_tokens": 30,
+                     "path": engine.path}
     assert final["ttft_ms"] > 0 and 0 < final["itl_p50_ms"] <= final["itl_p99_ms"]
     *tokens, final = by_id[2]
     assert final["text"] == greedy(engine, "It was ", 20, temperature=1.0, seed=3)
@@ -84,8 +85,9 @@ def test_a_batch_of_lines_with_room_for_it(moe_32, engine):
 
 def test_a_thousand_bad_lines_while_nobody_reads(moe_32):
     """More answers than a pipe holds: the server waits for its reader, and loses none."""
-    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
-                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32),
+                                "--serve", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
     threading.Thread(target=lambda: (process.stdin.write(b"bad\n" * 20_000), process.stdin.close())).start()
     time.sleep(1)
     assert len(process.stdout.read().splitlines()) == 20_000 and process.wait(TIMEOUT) == 0
@@ -94,8 +96,9 @@ def test_a_thousand_bad_lines_while_nobody_reads(moe_32):
 
 def test_a_reader_that_takes_its_time(moe_32):
     """It gets what waits for it, however long after the last request has ended."""
-    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
-                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32),
+                                "--serve", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
     process.stdin.write(b"bad\n" * 800)
     process.stdin.close()
     for _ in range(801):
@@ -107,8 +110,9 @@ def test_a_reader_that_takes_its_time(moe_32):
 
 
 def test_nobody_reads_stdout_any_more(moe_32):
-    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
-                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32),
+                                "--serve", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
     process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
     process.stdin.flush()
     process.stdout.readline()
@@ -147,17 +151,19 @@ def test_the_end_of_stdin_after_its_connection():
 
 def test_a_full_disk_under_the_answers(moe_32):
     with open("/dev/full", "wb") as full:
-        ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
-                                "-"], cwd=ROOT, input=b'{"id": 1, "prompt": "a", "max_new_tokens": 2}\n', stdout=full,
-                               stderr=subprocess.PIPE, timeout=TIMEOUT, check=False)
+        ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32),
+                                "--serve", "-"], cwd=ROOT, input=b'{"id": 1, "prompt": "a", "max_new_tokens": 2}\n',
+                               stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT, check=False)
     assert ended.returncode == 2 and re.fullmatch(
         r"serving moe-32.bin on stdin\n\S+Z request id=1 .*\n"
-        r"stdout: No space left on device, expected to write the answers there; free some space\n", ended.stderr.decode())
+        r"stdout: No space left on device, expected to write the answers there; free some space\n",
+        ended.stderr.decode())
 
 
 def test_a_signal_while_stdin_is_open(moe_32, engine):
-    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
-                                "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32),
+                                "--serve", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
     process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
     process.stdin.flush()
     process.stdout.readline()
@@ -182,7 +188,8 @@ def test_each_client_gets_its_own(service, engine):
                 while "error" in (got := client.ask(**fields, **sampling)):
                     assert got["error"]["code"] == "queue_full"
                     time.sleep(0.01)
-                results[number, turn] = got["text"], greedy(engine, fields["prompt"], fields["max_new_tokens"], **sampling)
+                results[number, turn] = got["text"], greedy(engine, fields["prompt"], fields["max_new_tokens"],
+                                                            **sampling)
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
@@ -232,7 +239,8 @@ def test_another_client_cannot_cancel(service):
 def test_an_id_twice(service):
     with service.client() as client:
         client.send({"id": 7, **LONG}, {"id": 7, "prompt": "x"})
-        assert client.receive() == {"id": 7, "error": {"message": "id: 7 is running, expected another; wait for its end",
+        assert client.receive() == {"id": 7,
+                                    "error": {"message": "id: 7 is running, expected another; wait for its end",
                                                        "code": "bad_request"}}
         assert client.receive()["completion_tokens"] == 490
         assert client.ask(id=7, prompt="x", max_new_tokens=1)["finish_reason"] == "length"  # free again
@@ -249,7 +257,8 @@ def test_bad_lines_and_a_good_one_after(service):
 
 def test_a_line_in_small_pieces(service, engine):
     with service.client() as client:
-        for byte in json.dumps({"id": 1, "prompt": "h\xe9", "max_new_tokens": 3}, ensure_ascii=False).encode() + b"\r\n":
+        line = json.dumps({"id": 1, "prompt": "h\xe9", "max_new_tokens": 3}, ensure_ascii=False)
+        for byte in line.encode() + b"\r\n":
             client.send(bytes([byte]))
         assert client.receive()["text"] == greedy(engine, "h\xe9", 3)
 
@@ -313,7 +322,8 @@ def test_a_client_that_leaves(service, when):
 def test_http_spoken_to_lines(service):
     with service.client() as client:
         client.send(b'POST / HTTP/1.1\r\ncontent-length: 22\r\n\r\n{"id": 1, "prompt": "x"}\n')
-        assert client.receive()["error"]["message"] == "line: HTTP, expected a JSON object a line; HTTP is spoken at --http"
+        assert client.receive()["error"]["message"] == (
+            "line: HTTP, expected a JSON object a line; HTTP is spoken at --http")
         assert client.receive() is None
 
 
@@ -349,8 +359,10 @@ def test_a_client_that_does_not_read(moe_32, tmp_path):
 def test_a_stopped_client_goes_on(service, engine):
     """SIGSTOP in the middle of a stream, then SIGCONT: nothing is missing."""
     script = ("import json, socket, sys\nclient = socket.socket(socket.AF_UNIX)\nclient.connect(sys.argv[1])\n"
-              "client.sendall(json.dumps({'id': 1, 'prompt': 'It was ', 'max_new_tokens': 300, 'stream': True}).encode() + b'\\n')\n"
-              "for line in client.makefile():\n    print(line, end='', flush=True)\n    if 'finish_reason' in line:\n        break\n")
+              "request = {'id': 1, 'prompt': 'It was ', 'max_new_tokens': 300, 'stream': True}\n"
+              "client.sendall(json.dumps(request).encode() + b'\\n')\n"
+              "for line in client.makefile():\n    print(line, end='', flush=True)\n"
+              "    if 'finish_reason' in line:\n        break\n")
     process = subprocess.Popen([sys.executable, "-c", script, str(service.path)], stdout=subprocess.PIPE, text=True)
     first = process.stdout.readline()
     process.send_signal(signal.SIGSTOP)
@@ -361,8 +373,8 @@ def test_a_stopped_client_goes_on(service, engine):
 
 
 def test_too_many_connections(moe_32, tmp_path):
-    command = ["bash", "-c", 'ulimit -n 220; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend", "host",
-               "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket", "--http", ":0"]
+    command = ["bash", "-c", 'ulimit -n 220; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend",
+               "host", "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket", "--http", ":0"]
     with Service(moe_32, tmp_path, command=command) as service:  # 220 files: room for ten of each kind
         clients = [service.client() for _ in range(10)]
         for client in clients:
@@ -406,15 +418,15 @@ def test_what_the_time_to_drain_cuts(moe_32, tmp_path):
         assert client.receive() is None and service.process.wait(TIMEOUT) == 0
 
 
-SLOW = ("import sys, time\nfrom colibri import run\nfrom colibri.engine import Engine\nstep = Engine.advance\n"
-        "def slow(*arguments):\n    time.sleep(0.05)\n    return step(*arguments)\n"
-        "Engine.advance = slow\nsys.exit(run.command())")
+SLOW = ("import sys, time\nfrom colibri import run\nfrom colibri.engine import Engine\n"
+        "def slow(step):\n    return lambda *arguments: time.sleep(0.05) or step(*arguments)\n"
+        "Engine.advance, Engine.stack = slow(Engine.advance), slow(Engine.stack)\nsys.exit(run.command())")
 
 
 def slow_service(model, folder, *options):
     """A server whose steps take 50 ms more."""
-    return Service(model, folder, command=[sys.executable, "-c", SLOW, "--backend", "host", "--model", str(model), "--serve",
-                                           f"unix:{folder}/socket", *map(str, options)])
+    return Service(model, folder, command=[sys.executable, "-c", SLOW, "--backend", "host", "--model", str(model),
+                                           "--serve", f"unix:{folder}/socket", *map(str, options)])
 
 
 def test_requests_while_it_drains(moe_32, tmp_path):
@@ -430,13 +442,14 @@ def test_requests_while_it_drains(moe_32, tmp_path):
         while line := client.receive():
             lines.append(line)
         refused, = [line for line in lines if line["id"] == 2]
-        assert refused["error"] == {"code": "shutdown", "message": "server: shutting down, expected a running one; send it "
-                                                                   "to another, or again later"}
+        assert refused["error"] == {"code": "shutdown", "message": "server: shutting down, expected a running one; "
+                                                                   "send it to another, or again later"}
         assert lines[-1]["id"] == 1 and lines[-1]["completion_tokens"] == 12
         assert service.process.wait(TIMEOUT) == 0
 
 
-@pytest.mark.parametrize("number, status, word", [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")])
+@pytest.mark.parametrize("number, status, word", [(signal.SIGTERM, 143, "terminated"),
+                                                  (signal.SIGINT, 130, "interrupted")])
 def test_a_second_signal_ends_it_at_once(moe_32, tmp_path, number, status, word):
     with slow_service(moe_32, tmp_path) as service, service.client() as client:
         client.send({"id": 1, **LONG, "stream": True})
@@ -447,6 +460,19 @@ def test_a_second_signal_ends_it_at_once(moe_32, tmp_path, number, status, word)
         began = time.monotonic()
         assert service.stop(number) == status and time.monotonic() - began < 1
         assert service.log.endswith(f"{word}\n") and not service.path.exists()
+
+
+def test_a_second_signal_leaves_nothing_half_written(tmp_path):
+    model, folder = write_model(tmp_path / "stack.bin", STACK), tmp_path / "out"
+    folder.mkdir()
+    np.save(tmp_path / "x.npy", np.zeros((100_000, 64), np.float32))
+    with slow_service(model, tmp_path) as service, service.client() as client:
+        client.send({"id": 1, "input": str(tmp_path / "x.npy"), "output": str(folder / "y.npy")})
+        while not os.listdir(folder):
+            time.sleep(0.01)
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert len(os.listdir(folder)) == 1 and service.stop() == 143 and not os.listdir(folder)
 
 
 def test_killed_and_started_again(moe_32, tmp_path):
@@ -475,14 +501,16 @@ def fails(model, *options, **rest):
 
 def test_places_that_are_taken(moe_32, service, tmp_path):
     assert fails(moe_32, "--serve", f"unix:{service.path}") == (
-        f"--serve: unix:{service.path}, in use by another server, expected a free name; choose another, or end that server\n")
+        f"--serve: unix:{service.path}, in use by another server, expected a free name; choose another, or end that "
+        "server\n")
     with service.client() as client:  # which goes on
         assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
     assert fails(moe_32, "--serve", f":{service.port}") == (
         f"--serve: :{service.port}: Address already in use, expected a free address of this machine; choose another\n")
     (tmp_path / "file").write_text("precious")
     assert fails(moe_32, "--serve", f"unix:{tmp_path}/file") == (
-        f"--serve: unix:{tmp_path}/file, a file that is no socket, expected none there; choose another name, or remove it\n")
+        f"--serve: unix:{tmp_path}/file, a file that is no socket, expected none there; choose another name, or remove "
+        "it\n")
     assert (tmp_path / "file").read_text() == "precious"
     assert fails(moe_32, "--serve", f"unix:{tmp_path}/none/socket").startswith(
         f"--serve: unix:{tmp_path}/none/socket: No such file or directory, expected a free address")
@@ -494,8 +522,8 @@ def test_places_that_are_taken(moe_32, service, tmp_path):
 @pytest.mark.parametrize("host, shown", [("..", ".."), ("a..b", "a..b"), ("x" * 64, "x" * 64), (b"\xff", "\\udcff")])
 def test_hosts_that_are_no_names(moe_32, host, shown):
     ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--http",
-                            (host if isinstance(host, bytes) else host.encode()) + b":8099"], cwd=ROOT, capture_output=True,
-                           timeout=TIMEOUT, check=False)
+                            (host if isinstance(host, bytes) else host.encode()) + b":8099"], cwd=ROOT,
+                           capture_output=True, timeout=TIMEOUT, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (2, b"", (
         f"--http: {shown}:8099, expected a host's name with 1 to 63 characters between two dots; correct it\n"))
 
@@ -512,10 +540,10 @@ def test_hosts_that_are_no_names(moe_32, host, shown):
     (("--log-prompts",), "--log-prompts: given, expected only with --serve or --http; leave it out"),
     (("--serve", "-", "--queue-size", "-1"), "--queue-size: -1, expected 0 to 1048576"),
     (("--serve", "-", "--log-format", "xml"), "--log-format: xml, expected one of text, json"),
-    (("--serve", "-", "--prefill-chunk", "513"), ("--prefill-chunk: 513, expected at most 512, MAX_SEQ_LEN of the library; use "
-     "fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment")),
-    (("--serve", "-", "--batch-size", "33"), ("--batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or "
-     "raise it with DEFINES=-DMAX_BATCH=33 in the environment"))])
+    (("--serve", "-", "--prefill-chunk", "513"), ("--prefill-chunk: 513, expected at most 512, MAX_SEQ_LEN of the "
+     "library; use fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment")),
+    (("--serve", "-", "--batch-size", "33"), ("--batch-size: 33, expected at most 32, MAX_BATCH of the library; use "
+     "fewer, or raise it with DEFINES=-DMAX_BATCH=33 in the environment"))])
 def test_options(moe_32, options, message):
     assert fails(moe_32, *options) == message + "\n"
 
@@ -544,8 +572,8 @@ def test_sockets_of_systemd(moe_32, tmp_path):
         script = ("import os, sys\nos.dup2(int(sys.argv[1]), 103)\nos.dup2(int(sys.argv[2]), 3)\nos.dup2(103, 4)\n"
                   "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='2', LISTEN_FDNAMES='lines:http')\n"
                   "os.execv(sys.executable, [sys.executable, '-m', 'colibri.run', *sys.argv[3:]])")
-        command = [sys.executable, "-c", script, str(http.fileno()), str(lines.fileno()), "--backend", "host", "--model",
-                   str(moe_32), "--serve", "unix:/nonexistent/socket", "--http", ":1"]
+        command = [sys.executable, "-c", script, str(http.fileno()), str(lines.fileno()), "--backend", "host",
+                   "--model", str(moe_32), "--serve", "unix:/nonexistent/socket", "--http", ":1"]
         with Service(moe_32, tmp_path, command=command, pass_fds=(lines.fileno(), http.fileno())) as service:
             assert service.places == [f"127.0.0.1:{lines.getsockname()[1]}", f"http 127.0.0.1:{http.getsockname()[1]}"]
             with Client(lines.getsockname()) as client:
@@ -557,20 +585,22 @@ def test_sockets_of_systemd(moe_32, tmp_path):
 @pytest.mark.parametrize("count, kind, message", [
     ("x", "stream", "LISTEN_FDS: x, expected the number of sockets passed, 0 to 9999; unset it"),
     ("9" * 5000, "stream", f"LISTEN_FDS: {'9' * 80}, expected the number of sockets passed, 0 to 9999; unset it"),
-    ("99", "stream", ("--serve: descriptor 101 of LISTEN_FDS: Bad file descriptor, expected a listening socket there; correct "
-     "the .socket unit, or unset LISTEN_FDS")),
-    *(("1", kind, (f"--serve: descriptor 3 of LISTEN_FDS: {wrong}, expected a listening socket there; correct the .socket "
-       "unit, or unset LISTEN_FDS")) for kind, wrong in (
-          ("datagram", "not a listening stream socket of IP or Unix"), ("stream", "not a listening stream socket of IP or Unix"),
+    ("99", "stream", ("--serve: descriptor 101 of LISTEN_FDS: Bad file descriptor, expected a listening socket there; "
+     "correct the .socket unit, or unset LISTEN_FDS")),
+    *(("1", kind, (f"--serve: descriptor 3 of LISTEN_FDS: {wrong}, expected a listening socket there; correct the "
+       ".socket unit, or unset LISTEN_FDS")) for kind, wrong in (
+          ("datagram", "not a listening stream socket of IP or Unix"),
+          ("stream", "not a listening stream socket of IP or Unix"),
           ("file", "Socket operation on non-socket")))])
 def test_what_systemd_did_not_pass(moe_32, count, kind, message):
     script = ("import os, socket, sys\ncount, kind, *command = sys.argv[1:]\n"
-              "one = open('/dev/null') if kind == 'file' else socket.socket(type=socket.SOCK_DGRAM if kind == 'datagram' else "
-              "socket.SOCK_STREAM)\nos.dup2(one.fileno(), 3)\nos.set_inheritable(3, True)\n"
+              "type = socket.SOCK_DGRAM if kind == 'datagram' else socket.SOCK_STREAM\n"
+              "one = open('/dev/null') if kind == 'file' else socket.socket(type=type)\n"
+              "os.dup2(one.fileno(), 3)\nos.set_inheritable(3, True)\n"
               "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=count)\n"
               "os.execv(sys.executable, [sys.executable, '-m', 'colibri.run', *command])")
-    ended = subprocess.run([sys.executable, "-c", script, count, kind, "--backend", "host", "--model", str(moe_32), "--serve",
-                            ":0"], cwd=ROOT, capture_output=True, timeout=TIMEOUT, check=False)
+    ended = subprocess.run([sys.executable, "-c", script, count, kind, "--backend", "host", "--model", str(moe_32),
+                            "--serve", ":0"], cwd=ROOT, capture_output=True, timeout=TIMEOUT, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (2, b"", message + "\n")
 
 
@@ -582,8 +612,8 @@ def test_a_bare_stack(tmp_path):
     np.save(tmp_path / "x.npy", x)
     request = {"id": 1, "input": str(tmp_path / "x.npy"), "output": str(tmp_path / "y.npy")}
     got, log = run(stack, json.dumps(request).encode() + b'\n{"id": 2, "prompt": "x"}\n')
-    assert got[0]["error"]["message"].endswith("expected tokens for prompt; this is a bare stack of MoE layers, give it an "
-                                               "input")
+    assert got[0]["error"]["message"].endswith("expected tokens for prompt; this is a bare stack of MoE layers, give "
+                                               "it an input")
     assert got[1] == {**got[1], "id": 1, "output": request["output"], "finish_reason": "stop", "prompt_tokens": 1200,
                       "completion_tokens": 0, "itl_p50_ms": None}
     with Engine(stack, backend="host") as engine:
@@ -598,16 +628,38 @@ def test_logs(moe_32):
     assert re.fullmatch(r'serving moe-32.bin on stdin\n\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ request id="a b\\n\\u00e9" '
                         r"prompt_tokens=10 tokens=2 finish=length ttft_ms=[\d.]+ itl_p99_ms=[\d.]+\n", text)
     _, text = run(moe_32, secret, "--log-format", "json", "--log-prompts")
-    line = json.loads(text.splitlines()[1])
-    assert line == {**line, "event": "request", "id": "a b\n\xe9", "tokens": 2, "finish": "length", "prompt": "my secret\n"}
+    serving, line = map(json.loads, text.splitlines())
+    assert serving == {"time": serving["time"], "event": "serving", "model": "moe-32.bin", "serve": "stdin"}
+    assert line == {**line, "event": "request", "id": "a b\n\xe9", "tokens": 2, "finish": "length",
+                    "prompt": "my secret\n"}
     _, text = run(moe_32, b'{"id": 1, "prompt": "my secret", "seed": -1}\n', "--log-prompts")
     assert "Z request id=1 finish=error code=bad_request\n" in text and "secret" not in text
 
 
+def test_every_line_of_a_log_in_json(moe_32):
+    process = subprocess.Popen([sys.executable, "-c", SLOW, "--backend", "host", "--model", str(moe_32), "--serve", "-",
+                                "--http", ":0", "--log-format", "json"], cwd=ROOT, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    lines = [process.stderr.readline()]
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        lines.append(process.stderr.readline())
+    _, rest = process.communicate(timeout=TIMEOUT)
+    serving, stopping, terminated = ({**json.loads(line), "time": ""} for line in lines)
+    assert process.returncode == 143 and rest == b""
+    assert serving == {"time": "", "event": "serving", "model": "moe-32.bin", "serve": "stdin", "http": serving["http"]}
+    assert re.fullmatch(r"127.0.0.1:\d+", serving["http"])
+    assert stopping == {"time": "", "event": "stopping", "requests": 1}
+    assert terminated == {"time": "", "event": "terminated"}
+
+
 def test_a_full_disk_under_the_log(moe_32, tmp_path):
     with Service(moe_32, tmp_path, command=[
-            "bash", "-c", 'exec "$@" 2> >(head -n 1 >&2)', "bash", sys.executable, "-m", "colibri.run", "--backend", "host",
-            "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket", "--http", "127.0.0.1:0"]) as service:
+            "bash", "-c", 'exec "$@" 2> >(head -n 1 >&2)', "bash", sys.executable, "-m", "colibri.run", "--backend",
+            "host", "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket", "--http", "127.0.0.1:0"]) as service:
         with service.client() as client:  # the log's reader has ended: every further line is lost
             for _ in range(5):
                 assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"

@@ -7,19 +7,22 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 from conftest import ROOT, program
 
-from bench import soak
+from bench import load, soak
 
 
 def test_some_seconds(moe_32):
     """Too short for what memory is promised; the rest holds."""
     run = subprocess.run([ROOT / "bench" / "stress.sh", "--soak", "0.1", "--clients", "4", "--model", moe_32, "--json"],
-                         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+                         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
+                         check=False)
     figures = json.loads(run.stdout)
     assert [failure for failure in figures["failures"] if not failure.startswith("memory: ")] == []
-    assert figures["length"] > 20 and figures["HTTP requests"] and figures["bad lines"] and figures["leaves"] and figures["stopped clients"]
+    assert figures["length"] > 20
+    assert all(figures[name] for name in ("HTTP requests", "bad lines", "leaves", "stopped clients"))
     assert figures["free slots"] == "16 of 16"
 
 
@@ -31,8 +34,17 @@ def test_load(moe_32, tmp_path):
     assert [row["offered_rps"] for row in rows] == ["5", "10"]
     for row in rows:
         assert row["refused"] == "0" and 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
-        assert 0 <= float(row["itl_p50_ms"]) <= float(row["itl_p99_ms"])
+        assert 0 < float(row["itl_p50_ms"]) <= float(row["itl_p99_ms"])
     assert not plot or (tmp_path / "load.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_time_between_tokens_that_arrive_together():
+    """Is each one's share of the time since those before; the first ones have none."""
+    record = object.__new__(load.Record)
+    for times, expected in (([1.0, 1.0, 1.25, 2.0, 2.0, 2.0], [250] * 4), ([1.0, 1.5, 1.75], [500, 250]), ([1.0], []),
+                            ([], [])):
+        record.times = times
+        np.testing.assert_allclose(record.itl(), expected)
 
 
 @pytest.fixture
@@ -42,7 +54,8 @@ def client(monkeypatch):
         raise AssertionError(reason)
     monkeypatch.setattr(soak.Client, "fail", fail)
     client = soak.Client(None, None, "model.bin", [{"request": {}, "output": [5, 6, 7]}], 0)
-    client.pending[1] = {"case": 0, "stream": True, "seen": [], "deadline": False, "cancelled": False, "cancel_after": None}
+    client.pending[1] = {"case": 0, "stream": True, "seen": [], "deadline": False, "cancelled": False,
+                         "cancel_after": None}
     client.connection = Answers()
     return client
 
@@ -53,8 +66,8 @@ class Answers(list):
 
 
 def final(**changes):
-    return {"id": 1, "ids": [5, 6, 7], "finish_reason": "length", "prompt_tokens": 1, "completion_tokens": 3, "ttft_ms": 1.0,
-            "itl_p50_ms": 1.0, "itl_p99_ms": 1.0, **changes}
+    return {"id": 1, "ids": [5, 6, 7], "finish_reason": "length", "prompt_tokens": 1, "completion_tokens": 3,
+            "ttft_ms": 1.0, "itl_p50_ms": 1.0, "itl_p99_ms": 1.0, **changes}
 
 
 TOKENS = [{"id": 1, "token": token} for token in (5, 6, 7)]
@@ -90,7 +103,8 @@ def test_what_the_end_notices():
     log = ["2026-01-01T00:00:00Z request id=1 finish=length\n"]
     assert soak.check([{}], flat, (4, 4), 0, log) == []
     assert soak.check([{"failure": "x"}], flat, (4, 4), 0, log) == ["x"]
-    assert soak.check([{}], grown, (4, 4), 0, log) == ["memory: resident grew from 100.0 to 103.0 MiB, expected at most 2%"]
+    assert soak.check([{}], grown, (4, 4), 0, log) == [
+        "memory: resident grew from 100.0 to 103.0 MiB, expected at most 2%"]
     assert soak.check([{}], flat, (3, 4), 0, log) == ["slots: 3 free at the end, expected all 4"]
     assert soak.check([{}], flat, (4, 4), 1, log) == ["service: ended with 1, expected 0"]
     assert "is no line of one request" in soak.check([{}], flat, (4, 4), 0, [log[0][:-1] + log[0][5:]])[0]

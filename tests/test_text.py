@@ -1,4 +1,4 @@
-"""Text in pieces: they add up to the whole, never end within a character, and cost the same however long the text is."""
+"""Text in pieces: they add up to the whole, never end within a character, and cost the same for any length of text."""
 
 import random
 
@@ -81,7 +81,8 @@ def test_endless_bytes_of_no_character():
 
 def test_a_character_is_shown_as_soon_as_it_is_whole():
     tokens = [b"a", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x90\xa6", b"!"]
-    assert pieces(ByteLevel(tokens), range(7)) == [b"a", b"", b"", "\u20ac".encode(), b"", "\U0001f426".encode(), b"!", b""]
+    assert pieces(ByteLevel(tokens), range(7)) == [b"a", b"", b"", "\u20ac".encode(), b"", "\U0001f426".encode(), b"!",
+                                                   b""]
     assert pieces(ByteLevel(tokens), range(3)) == [b"a", b"", b"", REPLACEMENT]  # of an end within one
 
 

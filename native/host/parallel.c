@@ -3,10 +3,10 @@
  * Items are handed out one at a time, so threads of unequal speed finish together. What that cannot mend is a thread
  * whose core another process has taken: it holds its last item, or has not even begun, for as many milliseconds as the
  * scheduler gives to the other, and the whole job waits. A job whose first thread had to wait that long for the last
- * is taken as a sign of it, and so are jobs that took more time to wait than to work: a thread without a core comes only
- * when the one that waits for it has stopped spinning. The calling thread then works alone for a while, tries again, and
- * doubles the while as long as the sign comes back. Who works alone competes with nobody: the scheduler has one core for
- * each of the two.
+ * is taken as a sign of it, and so are jobs that took more time to wait than to work: a thread without a core comes
+ * only when the one that waits for it has stopped spinning. The calling thread then works alone for a while, tries
+ * again, and doubles the while as long as the sign comes back. Who works alone competes with nobody: the scheduler has
+ * one core for each of the two.
  *
  * Results do not depend on any of this. The memory of the sign belongs to the calling thread, so models that run in
  * several threads of one process do not disturb one another (beyond sharing the cores). */
@@ -30,7 +30,7 @@ static void *wait_for(void *gate) {
     return NULL;
 }
 
-/* Starts so many threads at once, and ends them. OpenMP ends the process where it cannot start one: this tells before. */
+/* Starts so many threads at once, and ends them. OpenMP ends the process if it cannot start one: this tells before. */
 static int try_threads(int count) {
     pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
     pthread_t others[MAX_THREADS];
