@@ -91,11 +91,15 @@ class GpuModel:
         pointer = call("cuMemAlloc", max(size, 1))
         self.blocks.append(pointer)
         if array is None:
-            call("cuMemsetD8", pointer, 0, size)
+            call("cuMemsetD8Async", pointer, 0, size, self.stream)
         elif size:
-            array = np.ascontiguousarray(array)
-            call("cuMemcpyHtoD", pointer, array.ctypes.data, size)
+            self.upload(pointer, np.ascontiguousarray(array))
         return int(pointer)
+
+    def upload(self, pointer, array):
+        """Before what comes next in the stream, which a copy outside of it need not be."""
+        call("cuMemcpyHtoDAsync", pointer, array.ctypes.data, array.nbytes, self.stream)
+        self.synchronize()
 
     def close(self):
         for pointer in self.blocks:
@@ -112,14 +116,13 @@ class GpuModel:
 
     def write(self, name, array):
         buffer, pointer = self.buffers[name]
-        array = np.ascontiguousarray(array, buffer.dtype)
-        call("cuMemcpyHtoD", pointer, array.ctypes.data, array.nbytes)
+        self.upload(pointer, np.ascontiguousarray(array, buffer.dtype))
 
     def poison(self, *names):
         """Every byte 0xff: NaN."""
         for name in names:
             buffer, pointer = self.buffers[name]
-            call("cuMemsetD8", pointer, 0xff, buffer.rows * buffer.columns * buffer.dtype.itemsize)
+            call("cuMemsetD8Async", pointer, 0xff, buffer.rows * buffer.columns * buffer.dtype.itemsize, self.stream)
 
     def synchronize(self):
         call("cuStreamSynchronize", self.stream)

@@ -17,7 +17,7 @@ constexpr int DECODE_ASSIGNMENTS = DECODE_TOKENS * K;
  * enough items to even out over a GPU, in parts of 64 KiB at least. It depends on the shape alone, and so do sums. */
 constexpr int column_splits(int experts, int panels, int columns) {
     int splits = 1;
-    while (splits < 8 && experts * panels * splits < 128 && columns / (2 * splits) >= 512) splits *= 2;
+    while (splits < 8 && experts * panels * splits < 96 && columns / (2 * splits) >= 512) splits *= 2;
     return splits;
 }
 

@@ -17,8 +17,7 @@
 
 constexpr int CHUNK = 32;                                      /* columns of a piece */
 constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
-/* So many that two blocks share an SM, whose second one starts its copies while the first one ends. */
-constexpr int RING_STAGES = CUDA_ARCH == 80 || CUDA_ARCH == 90 || CUDA_ARCH == 100 ? 3 : 2;
+constexpr int RING_STAGES = CUDA_ARCH == 80 || CUDA_ARCH == 90 || CUDA_ARCH == 100 ? 3 : 2; /* deeper ones are slower */
 constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
 
 /* Where a kernel's weights are: experts' panels of one matrix. */

@@ -117,16 +117,18 @@ router_logits_kernel(Scratch *scratch, const float *x, const float *router, int 
     scratch->partial_logits[blockIdx.x][token + t][e] = total;
 }
 
-/* Larger for a larger score; 0 for what cannot be chosen, -inf and NaN. -0 is +0. */
+/* Larger for a larger score; 1 for what cannot be chosen, -inf and NaN. -0 is +0. */
 __device__ uint32_t orderable(float score) {
-    if (!(score > -INFINITE)) return 0;
+    if (!(score > -INFINITE)) return 1;
     uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+__device__ bool can_be_chosen(uint32_t word) { return word > 1; }
+
 /* Takes the best out of the warp's words and returns its index, in every lane: of the largest words the one with the
- * lowest index. A lane's words are those with the indices lane, lane + 32, ... What is taken becomes 0, and so is what
- * cannot be chosen: `best` is 0 where nothing else is left. */
+ * lowest index, and in `best` its word. A lane's words are those with the indices lane, lane + 32, ...; 0 for an index
+ * that does not exist, and for what has been taken. */
 template <int COUNT> __device__ __forceinline__ int take_best(uint32_t (&words)[COUNT], uint32_t &best) {
     int lane = threadIdx.x % 32, index = COUNT * 32;
     best = 0;
@@ -326,7 +328,7 @@ __device__ Choice route_token(const Routing &r, const float (*partials)[ROWS][NU
 #pragma unroll
     for (int slot = 0; slot < K; slot++) {
         int expert = take_best(words, best);
-        is_bad |= best == 0;
+        is_bad |= !can_be_chosen(best);
         if (lane == slot) choice.expert = expert;
         if constexpr (ROUTER_KIND == ROUTER_SPARSEMIXER) {
             float weight = sparsemix(logits, expert, first, r.jitter);
