@@ -32,26 +32,30 @@ def library_path(checkpoint, arch="host", build=True):
         if not os.path.isfile(chosen):
             raise ColibriError(f"COLIBRI_LIBRARY={chosen}: not found, expected a libcolibri.so; unset it to build one")
         return chosen
-    check_defines(checkpoint)
-    config = config_string(checkpoint.header)
-    key = hashlib.sha256(config.encode()).hexdigest()[:12]  # the Makefile's rule
-    library = ROOT / "build" / f"{arch}-{key}" / "libcolibri.so"
-    command = make_command(checkpoint, arch)
-    if _is_current(library):
+    library, lacks, command = place(checkpoint, arch)
+    if not lacks:
         return str(library)
     if not build:
-        state = "older than its sources" if library.exists() else "not built"
-        raise ColibriError(f"{short(library)}: {state}, expected ready for --no-build; run {' '.join(command)}")
+        raise ColibriError(f"{short(library)}: {lacks}, expected ready for --no-build; run {' '.join(command)}")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with open(library.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second process that wants this library waits for the first one's
             if not _is_current(library):
-                _make(library, command, config)
+                _make(library, command, config_string(checkpoint.header))
     except OSError as error:
         raise ColibriError(f"{error.filename or library.parent}: {error.strerror}, expected to write a library there; "
                            "set COLIBRI_LIBRARY to a library built elsewhere") from None
     return str(library)
+
+
+def place(checkpoint, arch):
+    """(the model's library under build/, what it lacks or None, the command that makes it)"""
+    check_defines(checkpoint)
+    key = hashlib.sha256(config_string(checkpoint.header).encode()).hexdigest()[:12]  # the Makefile's rule
+    library = ROOT / "build" / f"{arch}-{key}" / "libcolibri.so"
+    lacks = None if _is_current(library) else "older than its sources" if library.exists() else "not built"
+    return library, lacks, make_command(checkpoint, arch)
 
 
 def defines(header):

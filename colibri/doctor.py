@@ -16,16 +16,20 @@ COLUMNS = 80
 
 
 def report(path=None):
-    """The lines, as one text. path: of the model that they are about, in place of those in the current folder."""
+    """The lines, as one text. path: of the model that they are about, in place of those in the current folder.
+
+    Raises ColibriError where that is no model.
+    """
+    models = sorted(glob.glob("*.bin")) if path is None else [Checkpoint(path).path]
     checks = [("host", host), ("host memory", host_memory), ("gcc and make", host_tools), ("GPU driver", gpu_driver),
               ("GPU", gpu), ("GPU memory", gpu_memory), ("nvcc", nvcc)]
     lines = [(label, attempt(check)) for label, check in checks]
     used = set()
-    models = sorted(glob.glob("*.bin")) if path is None else [path]
-    lines += [(os.path.basename(name), attempt(lambda name=name: model(name, used))) for name in models]
+    lines += [(os.path.basename(name), attempt(lambda name=name: model(name, used)).removeprefix(f"{name}: "))
+              for name in models]
     others = len({*glob.glob(str(build.ROOT / "build" / "*" / "libcolibri.so"))} - used)
-    others = f"{others} more in build/, which make clean removes" if others else "ok: no others in build/"
-    lines.append(("libraries", others))
+    if path is None and others:
+        lines.append(("libraries", f"{others} of other models or older sources in build/; make clean removes all there"))
     lines.append(("to build", attempt(make_command)))
     width = min(max(len(label) for label, _ in lines), 24) + 2
     fill = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * width, break_on_hyphens=False, break_long_words=False)
@@ -99,10 +103,16 @@ def model(path, used):
 
 
 def library(checkpoint, arch, used):
-    path = build.library_path(checkpoint, arch, build=False)
-    used.add(path)
+    if chosen := os.environ.get("COLIBRI_LIBRARY"):
+        path, text = build.library_path(checkpoint), f"ok: COLIBRI_LIBRARY={chosen}"
+    else:
+        path, lacks, command = build.place(checkpoint, arch)
+        text = f"ok: {build.short(path)}, by {' '.join(command)}"
+        if lacks:
+            return f"{build.short(path)}: {lacks}; colibri.run builds it when it is needed, as {' '.join(command)} does"
+    used.add(str(path))
     build.compare(native.Library(path), checkpoint)
-    return f"ok: {build.short(path)} is built; {' '.join(build.make_command(checkpoint, arch))} makes it again"
+    return text
 
 
 def archs():

@@ -115,6 +115,7 @@ def parse(arguments):
         valid = " ".join(name for action in parser._actions for name in action.option_strings)
         raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
     if options.doctor:
+        _check_alone("--doctor", options, parser, ("doctor", "model"))
         from colibri import doctor
         print(doctor.report(options.model))
         parser.exit()
@@ -129,6 +130,13 @@ def parse(arguments):
     if options.kind == "serve":
         serve.check_options(options)
     return options
+
+
+def _check_alone(option, options, parser, allowed):
+    for name, value in vars(options).items():
+        if name not in allowed and value != parser.get_default(name):
+            raise ColibriError(f"--{name.replace('_', '-')}: given with {option}, expected nothing but "
+                               f"{' and '.join('--' + other for other in allowed)}; leave it out")
 
 
 def _check_kind(options):

@@ -292,24 +292,37 @@ def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
     lines = program("colibri.run", "--doctor", cwd=tmp_path).stdout.decode().splitlines()
     assert all(len(line) <= 80 or "/libcolibri.so" in line for line in lines) and lines[-1].startswith("to build")
     text = re.sub(r"\n +", " ", "\n".join(lines))
-    ready, broken = r"^ready.bin +ok: \S+ is built; make makes it again$", r"^broken.bin +broken.bin: version=1"
-    new = (r"^a-model-with-a-long-name.bin +\S+: not built, expected ready for --no-build; run make "
-           r"MODEL=a-model-with-a-long-name.bin$")
+    ready, broken = r"^ready.bin +ok: \S+/libcolibri.so, by make$", r"^broken.bin +version=1"
+    new = (r"^a-model-with-a-long-name.bin +\S+/libcolibri.so: not built; colibri.run builds it when it is needed, as "
+           r"make MODEL=a-model-with-a-long-name.bin does$")
     assert all(re.search(line, text, re.MULTILINE) for line in (ready, broken, new))
-    assert re.search(r"^libraries +(ok: no others in build/|\d+ more in build/)", text, re.MULTILINE)
+    others = {*(ROOT / "build").glob("*/libcolibri.so")} - {Path(build.library_path(Checkpoint(moe_32)))}
+    line = rf"^libraries +{len(others)} of other models or older sources in build/; make clean removes all there$"
+    assert bool(re.search(line, text, re.MULTILINE)) == bool(others)
 
 
 @pytest.mark.parametrize("named_first", [True, False])
 def test_doctor_of_one_model(tmp_path, moe_32, named_first):
-    """Wherever --model stands: the library that it needs, or what is wrong with the file, and no other model's."""
+    """Wherever --model stands: the library that it needs, and no other model's."""
     library = build.library_path(Checkpoint(moe_32))
     shutil.copy(moe_32, tmp_path / "other.bin")
-    for name, line in ((moe_32, f"ok: {library} is built; make makes it again"),
-                       ("none.bin", "none.bin: not found, expected a model file; make one with")):
-        options = ("--model", name, "--doctor") if named_first else ("--doctor", "--model", name)
-        run = program("colibri.run", *options, cwd=tmp_path)
-        words = run.stdout.decode().split()
-        assert run.returncode == 0 and f"{Path(name).name} {line}" in " ".join(words) and "other.bin" not in words
+    options = ("--model", moe_32, "--doctor") if named_first else ("--doctor", "--model", moe_32)
+    run = program("colibri.run", *options, cwd=tmp_path)
+    text = " ".join(run.stdout.decode().split())
+    assert run.returncode == 0 and f"{Path(moe_32).name} ok: {library}, by make to build" in text
+    assert "other.bin" not in text
+    run = program("colibri.run", *options, cwd=tmp_path, environment={"COLIBRI_LIBRARY": library})
+    assert f"ok: COLIBRI_LIBRARY={library} to build" in " ".join(run.stdout.decode().split())
+
+
+@pytest.mark.parametrize("options, line", [
+    (("--model", "a"), "a: not found, expected a model file; make one with python -m converter checkpoint.pt a"),
+    (("--json",), "--json: given with --doctor, expected nothing but --doctor and --model; leave it out"),
+    (("--prompt", "a"), "--prompt: given with --doctor, expected nothing but --doctor and --model; leave it out"),
+])
+def test_doctor_refuses(tmp_path, options, line):
+    run = program("colibri.run", "--doctor", *options, cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr.decode()) == (2, b"", line + "\n")
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
