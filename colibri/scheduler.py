@@ -14,6 +14,10 @@ from colibri.requests import Refused, Request
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
 PREFILL_CHUNK = {"host": 4, "cuda": 256}  # tokens, by backend: the host's takes half as long as a step of 8 requests
+# What ends requests that have no token yet with an error: its beginning, and what was expected.
+UNANSWERED = {
+    "deadline": ("deadline_ms: passed", "time for a first token; allow more, or send it when fewer requests run"),
+    "shutdown": ("server: ended", "a running one; send it to another, or again later")}
 
 
 class Scheduler:
@@ -179,13 +183,13 @@ class Scheduler:
                 requests[:] = [request for request in requests if request.finish is None]
 
     def _cut(self, request, now):
-        if request.cancelled == "deadline" and not request.tokens:
-            state = "waiting" if request.session is None else "prefilling"
-            self._finish(request, error=Refused(
-                f"deadline_ms: passed after {1e3 * (now - request.arrived):.0f} ms while {state}, expected time for a "
-                "first token; allow more, or send it when fewer requests run", "deadline", request.id))
-        else:
+        if request.tokens or request.cancelled not in UNANSWERED:
             self._finish(request, request.cancelled)
+            return
+        state = "prefilling" if request in self._prefilling else "waiting"
+        what, expected = UNANSWERED[request.cancelled]
+        self._finish(request, error=Refused(f"{what} after {1e3 * (now - request.arrived):.0f} ms while {state}, expected "
+                                            f"{expected}", request.cancelled, request.id))
 
     def _admit(self):
         while self._waiting and len(self._prefilling) + len(self._running) < self.engine.num_slots:
@@ -195,8 +199,7 @@ class Scheduler:
                 left = 1e3 * (request.deadline - time.monotonic())
                 self._finish(request, error=Refused(
                     f"deadline_ms: {left:.0f} ms left, expected at least {1e3 * least:.0f} for a first token; allow "
-                    "more",
-                    "deadline", request.id))
+                    "more", "deadline", request.id))
                 continue
             try:
                 if request.rows is None:

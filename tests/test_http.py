@@ -403,6 +403,23 @@ def test_draining(moe_32, tmp_path):
         assert service.process.wait(TIMEOUT) == 0
 
 
+def test_what_waits_when_the_time_to_drain_is_over(moe_32, tmp_path):
+    with slow_service(moe_32, tmp_path, "--http", ":0", "--drain", 0, "--batch-size", 1) as service:
+        running, waiting = (http.client.HTTPConnection("127.0.0.1", service.port, timeout=TIMEOUT) for _ in range(2))
+        for connection, stream in ((running, True), (waiting, False)):
+            connection.request("POST", "/v1/completions", json.dumps(
+                {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "stream": stream}))
+            if stream:
+                begun = connection.getresponse()
+        service.wait_for("queue_depth", 1)
+        service.process.send_signal(signal.SIGTERM)
+        answer = waiting.getresponse()
+        error = json.loads(answer.read())["error"]
+        assert answer.status == 503 and error["code"] == "shutdown"
+        assert error["message"].startswith("server: ended after ") and begun.read().endswith(b"data: [DONE]\n\n")
+        assert service.process.wait(TIMEOUT) == 0
+
+
 def test_a_bare_stack_has_no_completions(tmp_path):
     with Service(write_model(tmp_path / "stack.bin", STACK), tmp_path) as service:
         status, _, text = ask(service, "POST", "/v1/completions", {"model": "stack.bin", "prompt": "x"})

@@ -409,12 +409,18 @@ def test_a_signal_lets_what_runs_finish(moe_32, tmp_path, engine, number):
 
 def test_what_the_time_to_drain_cuts(moe_32, tmp_path):
     with Service(moe_32, tmp_path, "--drain", 0, "--batch-size", 1) as service, service.client() as client:
-        client.send({"id": 1, **LONG}, {"id": 2, **LONG})
-        service.wait_for("running_requests", 1)
+        client.send({"id": 1, **LONG, "stream": True}, {"id": 2, **LONG})
+        client.receive()
         service.process.send_signal(signal.SIGTERM)
-        got = {line["id"]: line for line in (client.receive(), client.receive())}
-        assert [got[key]["finish_reason"] for key in (1, 2)] == ["shutdown", "shutdown"]
-        assert got[2]["completion_tokens"] == 0 and got[2]["ttft_ms"] is None
+        got = {}
+        while len(got) < 2:
+            line = client.receive()
+            if "token" not in line:
+                got[line["id"]] = line
+        assert got[1]["finish_reason"] == "shutdown" and got[1]["completion_tokens"] > 0
+        assert got[2]["error"]["code"] == "shutdown"
+        assert re.fullmatch(r"server: ended after \d+ ms while waiting, expected a running one; send it to another, or "
+                            "again later", got[2]["error"]["message"])
         assert client.receive() is None and service.process.wait(TIMEOUT) == 0
 
 
