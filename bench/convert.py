@@ -101,7 +101,7 @@ def measure(command, output):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.convert", description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=1, help="least size of the checkpoint")
     parser.add_argument("--sharded", action="store_true", help="a folder of safetensors instead of a .pt")
     parser.add_argument("--runs", type=int, default=5)

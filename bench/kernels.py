@@ -1,6 +1,6 @@
 """Times the MoE block and the dense ops on the GPU, whole and by op, beside ceilings measured in the same run.
 
-    python3 -m bench.kernels [--shape NAME] [--tokens 1,4,16,32] [--ops NAME,...] [--extra -DNAME=VALUE] [--csv FILE]
+    python -m bench.kernels [--shape NAME] [--tokens 1,4,16,32] [--ops NAME,...] [--extra -DNAME=VALUE] [--csv FILE]
 
 Weights are random, from one seed, and cold: a graph runs the ops over several layers, several times, and what lies
 between two readings of the same weights outgrows the L2 cache. Only the "example" shape is as small as that cache.
@@ -342,7 +342,7 @@ def measure_shape(bench, shape, tokens, ops, read, product):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--tokens", default="1,4,16,32")
     parser.add_argument("--extra", default="")

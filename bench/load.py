@@ -139,11 +139,15 @@ def draw(rows, path):
     figure.savefig(path, dpi=120)
 
 
+def rates(text):
+    return [float(rate) for rate in text.split(",")]
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", default="moe-32.bin", help="default: moe-32.bin")
     parser.add_argument("--seconds", type=float, default=20, metavar="N", help="of each load (default 20)")
-    parser.add_argument("--rates", type=lambda text: [float(rate) for rate in text.split(",")], metavar="R,R,...",
+    parser.add_argument("--rates", type=rates, metavar="R,R,...",
                         default=[5, 10, 20, 40, 60, 80, 100], help="offered loads, requests a second")
     parser.add_argument("--png", metavar="FILE", help="the plot")
     parser.add_argument("--options", default="", metavar="TEXT", help="more options of the service")

@@ -1,6 +1,6 @@
 """The MoE block beside what torch and transformers give on the same GPU, in one run, with random weights alike.
 
-    python3 -m bench.peers [--csv FILE]
+    python -m bench.peers [--csv FILE]
 
 Peers: softmax, topk and normalisation in torch, in a CUDA graph; transformers' MixtralSparseMoeBlock with the
 grouped_mm experts, in a CUDA graph. Both rotate over the same number of layers as bench.kernels does, so weights are
@@ -8,11 +8,15 @@ cold. Needs torch and transformers, which the engine itself does not.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-import torch
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+try:
+    import torch
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+except ImportError:
+    torch = None
 
 from bench import kernels
 
@@ -54,9 +58,12 @@ def mixtral_block(shape):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--csv", type=Path)
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__.split("\n")[0])
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows there")
     arguments = parser.parse_args()
+    if torch is None:
+        print("torch and transformers: not installed, expected both, to be compared with; install them", file=sys.stderr)
+        return 2
     rows = []
     for name in ("32x2-4096-14336", "128x8-2048-768"):
         shape, bench = kernels.SHAPES[name], kernels.Bench(name)
@@ -74,7 +81,8 @@ def main():
                 rows += [(case, "time", f"{us:.1f}", "us"), (case, "peer", f"{them:.1f}", "us")]
     if arguments.csv:
         kernels.save(arguments.csv, "peers", rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -85,6 +85,8 @@ def check_defines(checkpoint):
                                f"{' '.join(headers.default().options)}; correct it")
         field = name.lower()
         shape = field in headers.default().structs["Config"].names and field in checkpoint.header
+        if not re.fullmatch(r"\d{1,9}", value) or not shape and int(value) == 0:
+            raise ColibriError(f"DEFINES: {option}, expected a number of {0 if shape else 1} or more; correct it")
         if shape and value != str(checkpoint.header[field]):
             raise ColibriError(f"DEFINES: {option}, expected {checkpoint.header[field]} as in {checkpoint.path}; the "
                                "model decides, leave it out")

@@ -92,7 +92,7 @@ def parse(arguments):
              "or what fits the context)")
     text = parser.add_argument_group("text run")
     text.add_argument("--prompt", metavar="TEXT|@FILE|-", help="the text to continue, a file of it, or - for stdin")
-    text.add_argument("--prompt-ids", metavar="17,4,256|@FILE|-", help="the same as token numbers, in and out")
+    text.add_argument("--prompt-ids", metavar="17,4,25|@FILE|-", help="the same as token numbers, in and out")
     text.add_argument("--temperature", type=_float("--temperature"), metavar="X", help="0 (default) is greedy")
     text.add_argument("--top-k", type=_int("--top-k", 0), metavar="N", help="draw from the N likeliest; 0: all")
     text.add_argument("--top-p", type=_float("--top-p"), metavar="X",

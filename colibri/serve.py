@@ -20,8 +20,8 @@ def add_options(parser, integer, choice):
     add("--queue-size", type=integer("--queue-size", 0, MAX_QUEUE_SIZE), metavar="N",
         help=f"requests that may wait for a slot (default {QUEUE_SIZE}); there are --batch-size slots")
     add("--prefill-chunk", type=integer("--prefill-chunk", 1), metavar="N",
-        help="tokens of a prompt between two steps of the others, up to 64 more where many decode (default: 4 on the "
-             "host, 256 on a GPU)")
+        help="tokens of a prompt between two steps of the others (default: 4 on the host, 256 on a GPU); up to 64, more "
+             "of them where many decode")
     add("--drain", type=integer("--drain", 0, MAX_DRAIN_SECONDS), metavar="SECONDS",
         help=f"to finish what runs after SIGTERM or Ctrl-C (default {DRAIN_SECONDS})")
     add("--log-format", type=choice("--log-format", FORMATS), metavar="|".join(FORMATS),

@@ -30,13 +30,13 @@ class Bytes(Codec):
 
 
 class Numbers(Codec):
-    """Tokens as numbers, 17 4 256 or 17,4,256."""
+    """Tokens as numbers, 17 4 25 or 17,4,25."""
 
     def encode(self, text):
-        words = re.split(r"[\s,]+", text.decode("utf-8", "replace").strip())
+        words = re.split(r"\s*,\s*|\s+", text.decode("utf-8", "replace").strip())
         if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
             wrong = next(word for word in words if not re.fullmatch(r"\d{1,9}", word))
-            raise ColibriError(f"--prompt-ids: {wrong[:40]!r}, expected token numbers such as 17,4,256")
+            raise ColibriError(f"--prompt-ids: {wrong[:40]!r}, expected token numbers such as 17,4,25")
         return [int(word) for word in words]
 
     def decode(self, tokens):

@@ -134,7 +134,7 @@ prompt for a stack: --model stack.bin --prompt hello
     stack.bin: vocab_size=0, expected tokens for a prompt; this is a bare stack of MoE layers, use --input, or a
     latency run
 not a token number: --model words.bin --prompt-ids 1,x
-    --prompt-ids: 'x', expected token numbers such as 17,4,256
+    --prompt-ids: 'x', expected token numbers such as 17,4,25
 two prompts: --model words.bin --prompt-ids 1 --prompt hello
     --prompt-ids: given, expected only without --prompt; leave one of them out
 token out of range: --model words.bin --prompt-ids 1,500
@@ -295,6 +295,8 @@ def test_wrong_defines(place):
     """Before anything is built with them."""
     for defines, line in (("-DK=4", "-DK=4, expected 2 as in moe.bin; the model decides, leave it out"),
                           ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
+                          ("-DMAX_BATCH=abc", "-DMAX_BATCH=abc, expected a number of 1 or more; correct it"),
+                          ("-DWINDOW_PIECE=0", "-DWINDOW_PIECE=0, expected a number of 1 or more; correct it"),
                           ("-DMAX_BATHC=64",
                            f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it")):
         run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"DEFINES": defines})
