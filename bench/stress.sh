@@ -3,7 +3,7 @@
 #     bench/stress.sh [REPEAT]          MODEL=model.bin SEED=7 RUNS=3 bench/stress.sh 20
 # Prints a line a run: P50, P99 and max latency of a token, resident memory and how much it grew within the run.
 #     bench/stress.sh --soak MINUTES [--clients N] [--json]
-# instead keeps the service under random load for so long: see bench/soak.py.
+# instead keeps the service under random load for so long, 3 minutes at least for its memory to settle: see bench/soak.py.
 # Exits with 1 if a run fails, if memory grows within a run, or if it grows in every run over the one before.
 set -uo pipefail
 cd "$(dirname "$0")/.."
