@@ -6,6 +6,7 @@ one library. The environment variable DEFINES adds to them, as it does for make:
 """
 
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -63,9 +64,15 @@ def defines(header):
     baked = headers.default().structs["Config"].names
     shape = baked[:baked.index("interleave_rows")]
     own = {name: header[name] for name in shape if name not in DERIVED}  # whose defaults are other macros
-    constants = {**headers.Headers(own).constants, **{name.upper(): headers.default().constants[name.upper()]
+    constants = {**_constants(tuple(own.items())), **{name.upper(): headers.default().constants[name.upper()]
                                                       for name in own}}
     return [f"-D{name.upper()}={header[name]}" for name in shape if header[name] != constants[name.upper()]]
+
+
+@functools.cache
+def _constants(config):
+    """The headers' under a configuration, ((name, value), ...)."""
+    return headers.Headers(dict(config)).constants
 
 
 def config_string(header):

@@ -161,8 +161,13 @@ def in_mask(words, layer):
 
 def evaluate(expression, names):
     """A C integer expression of + - * / > < == and one parenthesised ?:, over the ints in `names`."""
+    return _evaluate(_parsed(expression), names)
+
+
+@functools.cache
+def _parsed(expression):
     python = re.sub(r"\(([^?()]*)\?([^:()]*):([^()]*)\)", r"((\2) if (\1) else (\3))", expression).replace("/", "//")
-    return _evaluate(ast.parse(python.strip(), mode="eval").body, names)
+    return ast.parse(python.strip(), mode="eval").body
 
 
 def _evaluate(node, names):
@@ -181,6 +186,7 @@ def _evaluate(node, names):
     raise SyntaxError(f"{ast.unparse(node)}: not an integer expression")
 
 
+@functools.cache
 def _read(name):
     text = re.sub(r"/\*.*?\*/", "", (NATIVE / name).read_text(), flags=re.DOTALL)
     return re.sub(r"\\\n", " ", text)
