@@ -1,6 +1,7 @@
 """The server as a process: lines over stdin and sockets, clients that misbehave or leave, and how it ends."""
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -460,6 +461,33 @@ def test_a_second_signal_ends_it_at_once(moe_32, tmp_path, number, status, word)
         began = time.monotonic()
         assert service.stop(number) == status and time.monotonic() - began < 1
         assert service.log.endswith(f"{word}\n") and not service.path.exists()
+
+
+@pytest.mark.parametrize("log", ["its reader has ended", "nobody reads it", "a full disk"])
+def test_a_second_signal_needs_no_log(moe_32, tmp_path, log):
+    reading, writing = os.pipe()
+    if log == "nobody reads it":
+        os.write(writing, bytes(fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)))
+    elif log == "a full disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), writing)
+    else:
+        os.close(reading)
+    with subprocess.Popen([sys.executable, "-c", SLOW, "--backend", "host", "--model", str(moe_32), "--serve", "-"],
+                          cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing) as process:
+        process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        for _ in range(2):
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        try:
+            assert process.wait(5) == 143
+        finally:
+            process.kill()
+    os.close(writing)
+    if log != "its reader has ended":
+        os.close(reading)
 
 
 def test_a_second_signal_leaves_nothing_half_written(tmp_path):
