@@ -21,6 +21,7 @@ from colibri.errors import ColibriError
 DERIVED = ("v_head_dim", "rotary_dim")
 ROOT = headers.NATIVE.parent
 DEFINE = re.compile(r"-D[A-Za-z_][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+")
+NUMBER = re.compile("0|[1-9][0-9]*")
 
 
 def library_path(checkpoint, arch="host", build=True):
@@ -70,7 +71,8 @@ def config_string(header):
 
 
 def check_defines(checkpoint):
-    """That DEFINES holds names that config.h has, and nothing that contradicts the model."""
+    """That DEFINES holds names that config.h has, each once and a number, and nothing that contradicts the model."""
+    names = set()
     for option in os.environ.get("DEFINES", "").split():
         name, _, value = option.removeprefix("-D").partition("=")
         if not DEFINE.fullmatch(option):  # make would expand $(...) in it
@@ -79,6 +81,11 @@ def check_defines(checkpoint):
         if name not in headers.default().options:
             raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE with a NAME of "
                                f"{' '.join(headers.default().options)}; correct it")
+        if not NUMBER.fullmatch(value):  # C takes 32+1 apart where it multiplies, and 064 as 52
+            raise ColibriError(f"DEFINES: {option}, expected a VALUE of digits, the first of them not 0; correct it")
+        if name in names:
+            raise ColibriError(f"DEFINES: {option}, expected {name} once; leave one of them out")
+        names.add(name)
         field = name.lower()
         shape = field in headers.default().structs["Config"].names and field in checkpoint.header
         if shape and value != str(checkpoint.header[field]):

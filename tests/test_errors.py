@@ -18,6 +18,7 @@ from colibri.checkpoint import Checkpoint
 PROMPT = ("--prompt", "hello")
 CONFIG = (ROOT / "native" / "config.h").read_text()
 NAMES = " ".join(re.findall(r"^#ifndef (?!COLIBRI|CUDA)(\w+)", CONFIG, re.MULTILINE))
+NO_NUMBERS = ("32+1", "064", "0x21", "33u", "1.5", "-1", "K")  # of DEFINES
 
 
 @pytest.fixture
@@ -296,7 +297,11 @@ def test_wrong_defines(place):
     for defines, line in (("-DK=4", "-DK=4, expected 2 as in moe.bin; the model decides, leave it out"),
                           ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
                           ("-DMAX_BATHC=64",
-                           f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it")):
+                           f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it"),
+                          *((f"-DMAX_BATCH={value}", (f"-DMAX_BATCH={value}, expected a VALUE of digits, the first "
+                                                      "of them not 0; correct it")) for value in NO_NUMBERS),
+                          ("-DMAX_BATCH=4 -DMAX_BATCH=5",
+                           "-DMAX_BATCH=5, expected MAX_BATCH once; leave one of them out")):
         run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"DEFINES": defines})
         assert line_of(run) == f"DEFINES: {line}" and b"building" not in run.stderr
 
@@ -315,7 +320,10 @@ def test_a_limit_of_the_build_says_so():
                             *(([f"DEFINES={wrong}"], (f"DEFINES={wrong}: expected -DNAME=VALUE, as in "
                                                       f"DEFINES=-DMAX_BATCH=64, and a NAME of {NAMES}.  Stop.\n"))
                               for wrong in ("MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90",
-                                            "-DMAX_BATCH=64 -DX=1"))):
+                                            "-DMAX_BATCH=64 -DX=1")),
+                            *(([f"DEFINES=-DMAX_BATCH={wrong}"], (f"DEFINES=-DMAX_BATCH={wrong}: expected a VALUE of "
+                                                                  "digits, the first of them not 0")) for wrong in (*NO_NUMBERS, "", "'64'")),
+                            (["DEFINES=-DK=2 -DK=2"], "DEFINES=-DK=2 -DK=2: expected each NAME once")):
         made = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert made.returncode == 2 and line in made.stderr
 
