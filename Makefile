@@ -19,13 +19,14 @@ NUMBER  := $(ARCH:sm_%=%)
 CUDA    := $(if $(filter sm_%,$(ARCH)),$(wildcard native/cuda/*.cu))
 OBJECTS := $(patsubst native/%,$(BUILD)/%.o,$(wildcard native/*.c native/host/*.c) $(CUDA))
 FLAGS   := -O3 -Inative -MMD $(CONFIG) $(if $(CUDA),-DCUDA_ARCH=$(NUMBER))
+WHOLE    = -MF $(@:.o=.d) -MT $@ -c -o $@.$$$$ $< && mv $@.$$$$ $@
 TARGET  := $(NUMBER:90=90a)
 $(BUILD)/libcolibri.so: $(OBJECTS)
-	$(if $(CUDA),nvcc -cudart static -Xcompiler -fopenmp,gcc -fopenmp) -shared -o $@.tmp $^ -lm && mv $@.tmp $@
+	$(if $(CUDA),nvcc -cudart static -Xcompiler -fopenmp,gcc -fopenmp) -shared -o $@.$$$$ $^ -lm && mv $@.$$$$ $@
 $(BUILD)/%.c.o: native/%.c ; @mkdir -p $(@D)
-	gcc -std=gnu11 -Wall -Wextra -Werror -Wno-aggressive-loop-optimizations -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) -c -o $@ $<
+	gcc -std=gnu11 -Wall -Wextra -Werror -Wno-aggressive-loop-optimizations -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) $(WHOLE)
 $(BUILD)/%.cu.o: native/%.cu ; @mkdir -p $(@D)
-	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) -c -o $@ $<
+	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) $(WHOLE)
 .venv/installed: setup.cfg ; python3 -m venv .venv && .venv/bin/pip install -q -e .[test] && touch $@
 run: .venv/installed ; .venv/bin/python -m converter models/moe-32.pt moe-32.bin --force && .venv/bin/python -m colibri.run --model moe-32.bin --prompt "It was the custom of the old captain, "
 test: .venv/installed ; .venv/bin/python -m pytest tests
