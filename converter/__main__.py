@@ -110,7 +110,7 @@ def understand(options):
     if bare:
         family, sizes = sources.bare_family(tensors, options.checkpoint)
         fields = config.bare_fields(family, sizes, settings, flags, unknown)
-        if sources.are_joined(tensors):
+        if sources.are_joined(tensors) and fields["num_experts"]:
             sources.check_joined(fields, options.ffn or settings.get(config.SIZES["ffn"]), options.checkpoint, unknown)
         found.warnings.extend(sources.doubts(family, settings, flags, options.checkpoint))
     else:
