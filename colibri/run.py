@@ -19,6 +19,7 @@ if __name__ == "__main__":  # during the imports: command() takes over
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have no work here, and take memory
 
 import argparse
+import contextlib
 import json
 import re
 
@@ -403,7 +404,11 @@ def command():
     except OSError as error:
         message, status = f"stdout: {error.strerror}, expected to write the results there; free some space", 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
-    print(message, file=sys.stderr)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os._exit(128 + number))  # it ends already: without a traceback
+    with contextlib.suppress(OSError):  # the status still tells
+        print(message, file=sys.stderr)
     return status
 
 

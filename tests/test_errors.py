@@ -354,7 +354,8 @@ def test_cut_library(place):
 @pytest.mark.parametrize("options, redirection, message", [
     ("--model moe.bin --prompt -", "<&-", "--prompt: -: stdin is closed, expected text there"),
     ("--model moe.bin --prompt x", ">&-", "stdout: closed, expected open for the results"),
-    ("--model none.bin --prompt x", "2>&-", ""), ("--model none.bin --prompt x", ">&- 2>&-", ""),
+    ("--model none.bin --prompt x", "2>&-", ""), ("--model none.bin --prompt x", "2>/dev/full", ""),
+    ("--model none.bin --prompt x", ">&- 2>&-", ""),
     ("--help", ">/dev/full", "stdout: No space left on device, expected to write the results there; free some space"),
     ("--model moe.bin --prompt -", "</dev/zero",
      "--prompt: more than 16777216 bytes, expected what fits the context; use fewer")])
