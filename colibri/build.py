@@ -5,6 +5,7 @@ They name only what differs from native/config.h's defaults, so `make` and the m
 one library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -150,7 +151,10 @@ def _make(library, command, config):
 
 def short(path):
     """The path as seen from where the user stands, when it is below."""
-    return os.path.relpath(path) if Path.cwd() in Path(path).parents else str(path)
+    with contextlib.suppress(FileNotFoundError):  # of a folder that was removed
+        if Path.cwd() in Path(path).parents:
+            return os.path.relpath(path)
+    return str(path)
 
 
 def main(arguments):

@@ -92,6 +92,12 @@ def test_a_file_where_the_libraries_go(moe_32, tmp_path, monkeypatch):
         build.library_path(Checkpoint(moe_32))
 
 
+def test_a_folder_that_was_removed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert build.short(ROOT / "build") == str(ROOT / "build")
+
+
 def test_a_full_disk_is_named(moe_32, tmp_path, monkeypatch):
     """An error without a file's name, as writing raises it."""
     def full(*_):

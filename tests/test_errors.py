@@ -322,7 +322,8 @@ def test_a_limit_of_the_build_says_so():
                               for wrong in ("MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90",
                                             "-DMAX_BATCH=64 -DX=1")),
                             *(([f"DEFINES=-DMAX_BATCH={wrong}"], (f"DEFINES=-DMAX_BATCH={wrong}: expected a VALUE of "
-                                                                  "digits, the first of them not 0")) for wrong in (*NO_NUMBERS, "", "'64'")),
+                                                                  "digits, the first of them not 0"))
+                              for wrong in (*NO_NUMBERS, "", "'64'")),
                             (["DEFINES=-DK=2 -DK=2"], "DEFINES=-DK=2 -DK=2: expected each NAME once")):
         made = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert made.returncode == 2 and line in made.stderr
