@@ -195,6 +195,16 @@ def _float(option):
 
 def main(arguments=None):
     options = parse(arguments)
+    try:
+        run(options)
+    except ColibriError as error:
+        if options.log_format != "json":
+            raise
+        from colibri.log import in_json
+        raise ColibriError(in_json("fault", error=str(error))) from None
+
+
+def run(options):
     checkpoint = Checkpoint(options.model)
     for name in ("num_experts", "k"):
         wanted = getattr(options, name)
@@ -205,14 +215,14 @@ def main(arguments=None):
     if options.kind == "serve":
         serve_model(options, checkpoint)
         return
-    run = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
+    run_kind = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
     prepared = prepare(options, checkpoint)
     with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build,
                 dispatch=options.dispatch) as engine:
         if options.precapture:
             engine.precapture()
         meter = report.Meter(engine, process_seconds)
-        extra = run(engine, options, meter, prepared)
+        extra = run_kind(engine, options, meter, prepared)
         figures = {**extra, **meter.figures()}
     print(json.dumps(figures) if options.json else report.table(figures))
 

@@ -684,6 +684,19 @@ def test_every_line_of_a_log_in_json(moe_32):
     assert terminated == {"time": "", "event": "terminated"}
 
 
+@pytest.mark.parametrize("address, message", [
+    ("unix:none/socket", ("--serve: unix:none/socket: No such file or directory, expected a free address of this "
+                          "machine; choose another")),
+    ("-", "stdout: No space left on device, expected to write the answers there; free some space")])
+def test_an_error_in_a_log_in_json(moe_32, address, message):
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([sys.executable, "-m", "colibri.run", "--model", str(moe_32), "--serve", address,
+                                "--log-format", "json"], cwd=ROOT, input=b"{}\n", stdout=full,
+                               stderr=subprocess.PIPE, check=False, timeout=TIMEOUT)
+    last = [json.loads(line) for line in ended.stderr.splitlines()][-1]
+    assert ended.returncode == 2 and last == {"time": last["time"], "event": "fault", "error": message}
+
+
 def test_a_full_disk_under_the_log(moe_32, tmp_path):
     with Service(moe_32, tmp_path, command=[
             "bash", "-c", 'exec "$@" 2> >(head -n 1 >&2)', "bash", sys.executable, "-m", "colibri.run", "--backend",
