@@ -5,6 +5,12 @@ ARCH    := host
 $(if $(filter $(ARCHS),$(ARCH)),,$(error ARCH=$(ARCH): expected one of $(ARCHS)))
 NAMES   := $(shell sed -n 's/^.ifndef //p' native/config.h | grep -v -e ^COLIBRI_ -e ^CUDA_ARCH)
 $(if $(filter-out $(NAMES:%=-D%=%),$(DEFINES)),$(error DEFINES=$(DEFINES): expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, and a NAME of $(NAMES)))
+VALUES  := $(DEFINES)
+$(foreach digit,0 1 2 3 4 5 6 7 8 9,$(eval VALUES := $$(subst $(digit),,$$(VALUES))))
+OCTAL   := $(filter-out $(NAMES:%=-D%=0),$(filter $(NAMES:%=-D%=0%),$(DEFINES)))
+WRONG   := $(filter-out $(NAMES:%=-D%=),$(VALUES))$(filter $(NAMES:%=-D%=),$(DEFINES))$(OCTAL)
+$(if $(WRONG),$(error DEFINES=$(DEFINES): expected a VALUE of digits, the first of them not 0))
+$(if $(filter-out $(words $(sort $(VALUES))),$(words $(VALUES))),$(error DEFINES=$(DEFINES): expected each NAME once))
 PYTHON  := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 CONFIG  := $(strip $(if $(MODEL),$(shell $(PYTHON) -m colibri.build --defines $(MODEL))) $(DEFINES))
 $(if $(filter-out 0,$(if $(MODEL),$(.SHELLSTATUS))),$(error MODEL=$(MODEL): cannot read its shape))
@@ -13,13 +19,14 @@ NUMBER  := $(ARCH:sm_%=%)
 CUDA    := $(if $(filter sm_%,$(ARCH)),$(wildcard native/cuda/*.cu))
 OBJECTS := $(patsubst native/%,$(BUILD)/%.o,$(wildcard native/*.c native/host/*.c) $(CUDA))
 FLAGS   := -O3 -Inative -MMD $(CONFIG) $(if $(CUDA),-DCUDA_ARCH=$(NUMBER))
+WHOLE    = -MF $(@:.o=.d) -MT $@ -c -o $@.$$$$ $< && mv $@.$$$$ $@
 TARGET  := $(NUMBER:90=90a)
 $(BUILD)/libcolibri.so: $(OBJECTS)
-	$(if $(CUDA),nvcc -cudart static -Xcompiler -fopenmp,gcc -fopenmp) -shared -o $@.tmp $^ -lm && mv $@.tmp $@
+	$(if $(CUDA),nvcc -cudart static -Xcompiler -fopenmp,gcc -fopenmp) -shared -o $@.$$$$ $^ -lm && mv $@.$$$$ $@
 $(BUILD)/%.c.o: native/%.c ; @mkdir -p $(@D)
-	gcc -std=gnu11 -Wall -Wextra -Werror -Wno-aggressive-loop-optimizations -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) -c -o $@ $<
+	gcc -std=gnu11 -Wall -Wextra -Werror -Wno-aggressive-loop-optimizations -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) $(WHOLE)
 $(BUILD)/%.cu.o: native/%.cu ; @mkdir -p $(@D)
-	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) -c -o $@ $<
+	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) $(WHOLE)
 .venv/installed: setup.cfg ; python3 -m venv .venv && .venv/bin/pip install -q -e .[test] && touch $@
 run: .venv/installed ; .venv/bin/python -m converter models/moe-32.pt moe-32.bin --force && .venv/bin/python -m colibri.run --model moe-32.bin --prompt "It was the custom of the old captain, "
 test: .venv/installed ; .venv/bin/python -m pytest tests

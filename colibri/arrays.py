@@ -142,8 +142,8 @@ class Rows:
             check_regular(self._input, self.path, "that numpy.save wrote")
         except OSError as error:
             raise ColibriError(f"{self.path}: {error.strerror}, expected an .npy file of numbers") from None
-        check_replaceable(self.output, self.output)
         try:
+            check_replaceable(self.output, self.output)
             with _making:
                 self._temporary = tempfile.NamedTemporaryFile(**_beside(self.output))  # noqa: SIM115 - end() closes it
                 _unfinished.add(self._temporary.name)
@@ -174,8 +174,8 @@ class Rows:
             raise self._full(error) from None
 
     def end(self):
-        check_replaceable(self.output, self.output)
         try:
+            check_replaceable(self.output, self.output)
             self._temporary.flush()
             _put(self._temporary, self.output)
         except OSError as error:

@@ -5,6 +5,7 @@ They name only what differs from native/config.h's defaults, so `make` and the m
 one library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -22,6 +23,7 @@ from colibri.errors import ColibriError
 DERIVED = ("v_head_dim", "rotary_dim")
 ROOT = headers.NATIVE.parent
 DEFINE = re.compile(r"-D[A-Za-z_][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+")
+NUMBER = re.compile("0|[1-9][0-9]*")
 
 
 def library_path(checkpoint, arch="host", build=True):
@@ -81,7 +83,8 @@ def config_string(header):
 
 
 def check_defines(checkpoint):
-    """That DEFINES holds names that config.h has, and nothing that contradicts the model."""
+    """That DEFINES holds names that config.h has, each once and a number, and nothing that contradicts the model."""
+    names = set()
     for option in os.environ.get("DEFINES", "").split():
         name, _, value = option.removeprefix("-D").partition("=")
         if not DEFINE.fullmatch(option):  # make would expand $(...) in it
@@ -90,6 +93,11 @@ def check_defines(checkpoint):
         if name not in headers.default().options:
             raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE with a NAME of "
                                f"{' '.join(headers.default().options)}; correct it")
+        if not NUMBER.fullmatch(value):  # C takes 32+1 apart where it multiplies, and 064 as 52
+            raise ColibriError(f"DEFINES: {option}, expected a VALUE of digits, the first of them not 0; correct it")
+        if name in names:
+            raise ColibriError(f"DEFINES: {option}, expected {name} once; leave one of them out")
+        names.add(name)
         field = name.lower()
         shape = field in headers.default().structs["Config"].names and field in checkpoint.header
         if not re.fullmatch(r"\d{1,9}", value) or not shape and int(value) == 0:
@@ -156,7 +164,10 @@ def _make(library, command, config):
 
 def short(path):
     """The path as seen from where the user stands, when it is below."""
-    return os.path.relpath(path) if Path.cwd() in Path(path).parents else str(path)
+    with contextlib.suppress(FileNotFoundError):  # of a folder that was removed
+        if Path.cwd() in Path(path).parents:
+            return os.path.relpath(path)
+    return str(path)
 
 
 def main(arguments):

@@ -13,6 +13,12 @@ WORD = re.compile("[A-Za-z0-9_.:/+-]+")
 PROMPT = 300       # characters of a prompt that --log-prompts shows
 
 
+def in_json(event, **values):
+    """An event as JSON, all ASCII."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return json.dumps({"time": now, "event": event, **values})
+
+
 class Log:
     """form: "text" or "json"."""
 
@@ -29,10 +35,10 @@ class Log:
 
     def line(self, event, text=None, **values):
         """The bytes of an event's line: named values, or in their place, where lines are text, `text`."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if self._is_json:
-            line = json.dumps({"time": now, "event": event, **values})
+            line = in_json(event, **values)
         else:
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             line = text or f"{now} {event}" + "".join(f" {name}={_plain(value)}" for name, value in values.items())
         return line.encode("ascii", "backslashreplace") + b"\n"
 

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # during the imports: command() takes over
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have no work here, and take memory
 
 import argparse
+import contextlib
 import json
 import re
 
@@ -202,6 +203,16 @@ def _float(option):
 
 def main(arguments=None):
     options = parse(arguments)
+    try:
+        run(options)
+    except ColibriError as error:
+        if options.log_format != "json":
+            raise
+        from colibri.log import in_json
+        raise ColibriError(in_json("fault", error=str(error))) from None
+
+
+def run(options):
     checkpoint = Checkpoint(options.model)
     for name in ("num_experts", "k"):
         wanted = getattr(options, name)
@@ -212,14 +223,14 @@ def main(arguments=None):
     if options.kind == "serve":
         serve_model(options, checkpoint)
         return
-    run = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
+    run_kind = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
     prepared = prepare(options, checkpoint)
     with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build,
                 dispatch=options.dispatch) as engine:
         if options.precapture:
             engine.precapture()
         meter = report.Meter(engine, process_seconds)
-        extra = run(engine, options, meter, prepared)
+        extra = run_kind(engine, options, meter, prepared)
         figures = {**extra, **meter.figures()}
     print(json.dumps(figures) if options.json else report.table(figures))
 
@@ -411,7 +422,11 @@ def command():
     except OSError as error:
         message, status = f"stdout: {error.strerror}, expected to write the results there; free some space", 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
-    print(message, file=sys.stderr)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os._exit(128 + number))  # it ends already: without a traceback
+    with contextlib.suppress(OSError):  # the status still tells
+        print(message, file=sys.stderr)
     return status
 
 

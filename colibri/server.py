@@ -24,6 +24,7 @@ MAX_CONNECTIONS = 1000   # of lines, and as many of HTTP, so that one kind does 
 SPARE_FILES = 200        # of the process's limit of open files, not for connections
 CUT_SECONDS = 5          # that the last step may take when the time to drain is over
 CLOSE_SECONDS = 1        # that clients may take to fetch what is left for them
+LOG_SECONDS = 0.5        # that the last line may take, and those before it
 CHECK_SECONDS = 1        # between two looks for clients that have stopped
 SWITCH_SECONDS = 0.0005  # that the scheduler waits for the interpreter while another thread holds it
 STUCK_SECONDS = 60       # of one step, after which the process is not healthy
@@ -103,14 +104,16 @@ class Server:
             self.stop()
             return
         word = "terminated" if number == signal.SIGTERM else "interrupted"
-        self._exit(self.log.line(word, word), 128 + number)
+        self._exit(128 + number, word, word)
 
-    def _exit(self, line, status):
-        """Ends the process while a step runs, without what it has half done."""
+    def _exit(self, status, event, text, **values):
+        """Ends the process while a step runs, without what it has half done; logs that, where the log can be
+        written."""
         for listener in self._listeners:
             listener.unlink()
         abandon()
-        os.write(2, line)
+        self.log.event(event, text, **values)
+        self.log.close(LOG_SECONDS)
         os._exit(status)
 
     def stop(self):
@@ -147,7 +150,7 @@ class Server:
             connection.transport.abort()
         if not await asyncio.to_thread(self.scheduler.stop, CUT_SECONDS):
             error = "scheduler: a step does not end, expected it to; look at the GPU with nvidia-smi and dmesg"
-            self._exit(self.log.line("fault", error, error=error), 2)  # the engine cannot be closed while it runs
+            self._exit(2, "fault", error, error=error)  # the engine cannot be closed while it runs
 
     def _check(self):
         now = time.monotonic()

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter import bin_writer, config, inputs, inspection, interleave, sources, v1
+from converter import bin_writer, config, inputs, inspection, interleave, mapped, sources, v1
 from converter.zip_reader import printable
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
@@ -110,7 +110,7 @@ def understand(options):
     if bare:
         family, sizes = sources.bare_family(tensors, options.checkpoint)
         fields = config.bare_fields(family, sizes, settings, flags, unknown)
-        if sources.are_joined(tensors):
+        if sources.are_joined(tensors) and fields["num_experts"]:
             sources.check_joined(fields, options.ffn or settings.get(config.SIZES["ffn"]), options.checkpoint, unknown)
         found.warnings.extend(sources.doubts(family, settings, flags, options.checkpoint))
     else:
@@ -126,6 +126,7 @@ def understand(options):
 def convert(options):
     """Everything between the options and the file."""
     _check_options(options)
+    mapped.forget()
     if options.inspect:
         return say(inspection.inspect(understand(options), options.json))
     output = Path(options.output)

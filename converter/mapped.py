@@ -62,6 +62,11 @@ def map_file(path):
     return data
 
 
+def forget():
+    """Before a conversion: the files of one before it, which may still be mapped where that failed, are not its own."""
+    _mapped.clear()
+
+
 def check_size(data, where):
     """Refuses a file that was cut off after it was mapped: zeros may have been read in place of what is gone."""
     if isinstance(data, mmap.mmap) and data.size() < len(data):

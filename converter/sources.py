@@ -60,6 +60,8 @@ BROUGHT = {"router_bias": "router_bias", "router_logit_bias": "router_logit_bias
 def bare_family(tensors, where):
     """(Family, header fields of sizes) of MoE layers without attention and config: the family by its names, the sizes
     by its rows. Where names are those of several families, `routing` keeps what holds for all of them."""
+    if not tensors:
+        raise ColibriError(f"{where}: 0 tensors, expected those of a model; download or save the checkpoint again")
     candidates = []
     for family in names.ROWS:
         templates = {_template(name.removeprefix(family.prefix))[0] for name in tensors}
@@ -142,11 +144,12 @@ def _sizes(family, present, tensors):
         for part in present.get(L + key, []):
             tensor = next(iter(places.get(part.template, {}).values()), None)
             for expression, size in zip(part.shape, tensor.shape if tensor else ()):
-                unknown = next((field for field in ("hidden", "num_experts", "ffn", "mlp_ffn")
-                                if re.search(rf"\b{field}\b", expression) and not fields.get(field)), None)
-                if unknown and (unit := evaluate(expression, {**fields, unknown: 1})):
-                    fields[unknown] = size // unit
-                elif key == "experts_up" and "gated" in family.routing and evaluate(expression, fields) != size:
+                unknown = [field for field in ("hidden", "num_experts", "ffn", "mlp_ffn")
+                           if re.search(rf"\b{field}\b", expression) and not fields.get(field)]
+                if len(unknown) == 1 and (unit := evaluate(expression, {**fields, unknown[0]: 1})):
+                    fields[unknown[0]] = size // unit
+                elif (not unknown and key == "experts_up" and "gated" in family.routing
+                        and evaluate(expression, fields) != size):
                     return None
     fields["shared_ffn"] = fields["mlp_ffn"]
     return fields

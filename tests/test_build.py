@@ -71,11 +71,31 @@ def test_built_once_and_said_once(tmp_path):
     shutil.rmtree(library)
 
 
+def test_a_build_that_was_killed(tmp_path, monkeypatch):
+    """What its compiler had written by half is no object of the next build."""
+    path = write_model(tmp_path / "model.bin", ffn=1024 + os.getpid() % 1000)
+    killed = tmp_path / "gcc"
+    killed.write_text('#!/bin/bash\nuntil [ "$1" = -o ]; do shift; done\ntrue > "$2"\nkill -9 $PPID\n')
+    killed.chmod(0o755)
+    with monkeypatch.context() as patch, pytest.raises(ColibriError):
+        patch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        build.library_path(Checkpoint(path))
+    library = build.library_path(Checkpoint(path))
+    assert native.Library(library).baked["ffn"] == 1024 + os.getpid() % 1000
+    shutil.rmtree(os.path.dirname(library))
+
+
 def test_a_file_where_the_libraries_go(moe_32, tmp_path, monkeypatch):
     (tmp_path / "build").write_text("")
     monkeypatch.setattr(build, "ROOT", tmp_path)
     with pytest.raises(ColibriError, match=r"build/host-\w+: Not a directory, expected to write a library there"):
         build.library_path(Checkpoint(moe_32))
+
+
+def test_a_folder_that_was_removed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert build.short(ROOT / "build") == str(ROOT / "build")
 
 
 def test_a_full_disk_is_named(moe_32, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from colibri.checkpoint import Checkpoint
 PROMPT = ("--prompt", "hello")
 CONFIG = (ROOT / "native" / "config.h").read_text()
 NAMES = " ".join(re.findall(r"^#ifndef (?!COLIBRI|CUDA)(\w+)", CONFIG, re.MULTILINE))
+NO_NUMBERS = ("32+1", "064", "0x21", "33u", "1.5", "-1", "K")  # of DEFINES
 
 
 @pytest.fixture
@@ -298,7 +299,11 @@ def test_wrong_defines(place):
                           ("-DMAX_BATCH=abc", "-DMAX_BATCH=abc, expected a number of 1 or more; correct it"),
                           ("-DWINDOW_PIECE=0", "-DWINDOW_PIECE=0, expected a number of 1 or more; correct it"),
                           ("-DMAX_BATHC=64",
-                           f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it")):
+                           f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it"),
+                          *((f"-DMAX_BATCH={value}", (f"-DMAX_BATCH={value}, expected a VALUE of digits, the first "
+                                                      "of them not 0; correct it")) for value in NO_NUMBERS),
+                          ("-DMAX_BATCH=4 -DMAX_BATCH=5",
+                           "-DMAX_BATCH=5, expected MAX_BATCH once; leave one of them out")):
         run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"DEFINES": defines})
         assert line_of(run) == f"DEFINES: {line}" and b"building" not in run.stderr
 
@@ -317,7 +322,11 @@ def test_a_limit_of_the_build_says_so():
                             *(([f"DEFINES={wrong}"], (f"DEFINES={wrong}: expected -DNAME=VALUE, as in "
                                                       f"DEFINES=-DMAX_BATCH=64, and a NAME of {NAMES}.  Stop.\n"))
                               for wrong in ("MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90",
-                                            "-DMAX_BATCH=64 -DX=1"))):
+                                            "-DMAX_BATCH=64 -DX=1")),
+                            *(([f"DEFINES=-DMAX_BATCH={wrong}"], (f"DEFINES=-DMAX_BATCH={wrong}: expected a VALUE of "
+                                                                  "digits, the first of them not 0"))
+                              for wrong in (*NO_NUMBERS, "", "'64'")),
+                            (["DEFINES=-DK=2 -DK=2"], "DEFINES=-DK=2 -DK=2: expected each NAME once")):
         made = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert made.returncode == 2 and line in made.stderr
 
@@ -348,7 +357,8 @@ def test_cut_library(place):
 @pytest.mark.parametrize("options, redirection, message", [
     ("--model moe.bin --prompt -", "<&-", "--prompt: -: stdin is closed, expected text there"),
     ("--model moe.bin --prompt x", ">&-", "stdout: closed, expected open for the results"),
-    ("--model none.bin --prompt x", "2>&-", ""), ("--model none.bin --prompt x", ">&- 2>&-", ""),
+    ("--model none.bin --prompt x", "2>&-", ""), ("--model none.bin --prompt x", "2>/dev/full", ""),
+    ("--model none.bin --prompt x", ">&- 2>&-", ""),
     ("--help", ">/dev/full", "stdout: No space left on device, expected to write the results there; free some space"),
     ("--model moe.bin --prompt -", "</dev/zero",
      "--prompt: more than 16777216 bytes, expected what fits the context; use fewer")])

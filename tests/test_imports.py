@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "server": ("arrays", "connection", "http", "listen", "log", "metrics", "requests", "scheduler", "stdio", "errors"),
     "serve": ("build", "engine", "listen", "scheduler", "http", "server", "errors"),
     "doctor": ("build", "checkpoint", "device", "engine", "errors", "native"),
-    "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "arrays", "serve", "errors"),
+    "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "arrays", "serve", "log",
+            "errors"),
 }
 
 

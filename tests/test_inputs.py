@@ -414,6 +414,30 @@ def test_bare_layers_that_are_not_all(capsys, tmp_path, numbers, error):
     assert refusal(capsys, tmp_path / "a.pt", tmp_path / "a.bin", *CHOICES) == f"{tmp_path}/a.pt: {error}\n"
 
 
+def test_a_file_of_an_earlier_conversion(tmp_path):
+    """Still mapped, and cut off since: that is nothing to the next one."""
+    write_pt(tmp_path / "a.pt", gpt_arrays())
+    write_pt(tmp_path / "b.pt", gpt_arrays())
+    held = inputs.read(tmp_path / "a.pt")
+    os.truncate(tmp_path / "a.pt", 100)
+    convert(tmp_path / "b.pt", tmp_path / "b.bin", *CHOICES)
+    assert held.tensors
+
+
+def test_bare_layers_without_experts(capsys, tmp_path):
+    """A router of no rows, where only the number of experts tells their size; and a checkpoint of nothing."""
+    arrays = {"router.weight": np.ones((0, 8), "f2"), "experts.weight1": np.ones((8, 24), "f2"),
+              "experts.weight2": np.ones((12, 8), "f2")}
+    write_pt(tmp_path / "a.pt", {f"decoder.layers.0.mlp.{name}": array for name, array in arrays.items()})
+    write(tmp_path / "none.safetensors", {}, b"")
+    for arguments in (["--inspect"], [tmp_path / "a.bin", *CHOICES]):
+        assert refusal(capsys, tmp_path / "a.pt", *arguments) == (
+            f"{tmp_path}/a.pt: num_experts=0, expected 1 to 256; correct the config or the flag\n")
+        assert refusal(capsys, tmp_path / "none.safetensors", *arguments) == (
+            f"{tmp_path}/none.safetensors: 0 tensors, expected those of a model; download or save the checkpoint "
+            "again\n")
+
+
 def write_safetensors(path, arrays):
     ends = np.cumsum([array.nbytes for array in arrays.values()]).tolist()
     header = {name: entry("F16", array.shape, end - array.nbytes, end)

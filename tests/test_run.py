@@ -177,6 +177,17 @@ def test_sigterm_leaves_no_half_of_an_output(tmp_path):
     assert (ended.returncode, ended.stderr, os.listdir(tmp_path)) == (143, b"terminated\n", [])
 
 
+@pytest.mark.parametrize("line", ["raise KeyboardInterrupt('terminated')", "raise ColibriError('no')", "pass"])
+def test_sigterm_while_it_ends(line):
+    """It comes with the last line, or after it."""
+    script = ("import os, signal, sys\nfrom colibri import run\nfrom colibri.errors import ColibriError\n"
+              "class Stream:\n    def write(self, text):\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+              f"def main():\n    {line}\n"
+              "run.main, sys.stderr = main, Stream()\nrun.command()\nos.kill(os.getpid(), signal.SIGTERM)")
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, b"", b"")
+
+
 def test_little_memory(moe_32):
     """Too little for the buffer of the bandwidth's measurement: the run is whole, without that figure."""
     script = ("import sys, numpy as np\nfrom colibri import run\n"

@@ -411,7 +411,9 @@ def stack_request(checkpoint, x, folder, name="x"):
     ("pipe", ": a special file, expected a file that numpy.save wrote"),
     ("output is a socket", ": a special file, expected a file or a new name"),
     ("output's folder is gone",
-     ": No such file or directory, expected to write 332800 bytes there; choose another --output")])
+     ": No such file or directory, expected to write 332800 bytes there; choose another --output"),
+    ("output's folder is a file",
+     ": Not a directory, expected to write 332800 bytes there; choose another --output")])
 def test_files_of_a_stack_that_change_while_it_waits(tmp_path, place, message):
     """An error of that request alone, whatever has come in a file's place."""
     (tmp_path / "out").mkdir()
@@ -427,6 +429,8 @@ def test_files_of_a_stack_that_change_while_it_waits(tmp_path, place, message):
         if place.startswith("output's"):
             victim.rows.output = first.rows.output = str(tmp_path / "out" / "y.npy")
             shutil.rmtree(tmp_path / "out")
+            if place.endswith("file"):
+                (tmp_path / "out").touch()
         elif place.startswith("output"):
             listener.bind(victim.rows.output)
         else:

@@ -1,6 +1,7 @@
 """The server as a process: lines over stdin and sockets, clients that misbehave or leave, and how it ends."""
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -468,6 +469,33 @@ def test_a_second_signal_ends_it_at_once(moe_32, tmp_path, number, status, word)
         assert service.log.endswith(f"{word}\n") and not service.path.exists()
 
 
+@pytest.mark.parametrize("log", ["its reader has ended", "nobody reads it", "a full disk"])
+def test_a_second_signal_needs_no_log(moe_32, tmp_path, log):
+    reading, writing = os.pipe()
+    if log == "nobody reads it":
+        os.write(writing, bytes(fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)))
+    elif log == "a full disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), writing)
+    else:
+        os.close(reading)
+    with subprocess.Popen([sys.executable, "-c", SLOW, "--backend", "host", "--model", str(moe_32), "--serve", "-"],
+                          cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing) as process:
+        process.stdin.write(json.dumps({"id": 1, **LONG, "stream": True}).encode() + b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        for _ in range(2):
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        try:
+            assert process.wait(5) == 143
+        finally:
+            process.kill()
+    os.close(writing)
+    if log != "its reader has ended":
+        os.close(reading)
+
+
 def test_a_second_signal_leaves_nothing_half_written(tmp_path):
     model, folder = write_model(tmp_path / "stack.bin", STACK), tmp_path / "out"
     folder.mkdir()
@@ -660,6 +688,19 @@ def test_every_line_of_a_log_in_json(moe_32):
     assert re.fullmatch(r"127.0.0.1:\d+", serving["http"])
     assert stopping == {"time": "", "event": "stopping", "requests": 1}
     assert terminated == {"time": "", "event": "terminated"}
+
+
+@pytest.mark.parametrize("address, message", [
+    ("unix:none/socket", ("--serve: unix:none/socket: No such file or directory, expected a free address of this "
+                          "machine; choose another")),
+    ("-", "stdout: No space left on device, expected to write the answers there; free some space")])
+def test_an_error_in_a_log_in_json(moe_32, address, message):
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([sys.executable, "-m", "colibri.run", "--model", str(moe_32), "--serve", address,
+                                "--log-format", "json"], cwd=ROOT, input=b"{}\n", stdout=full,
+                               stderr=subprocess.PIPE, check=False, timeout=TIMEOUT)
+    last = [json.loads(line) for line in ended.stderr.splitlines()][-1]
+    assert ended.returncode == 2 and last == {"time": last["time"], "event": "fault", "error": message}
 
 
 def test_a_full_disk_under_the_log(moe_32, tmp_path):
