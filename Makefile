@@ -3,14 +3,9 @@
 ARCHS   := host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 ARCH    := host
 $(if $(filter $(ARCHS),$(ARCH)),,$(error ARCH=$(ARCH): expected one of $(ARCHS)))
-NAMES   := $(shell sed -n 's/^.ifndef //p' native/config.h | grep -v -e ^COLIBRI_ -e ^CUDA_ARCH)
-$(if $(filter-out $(NAMES:%=-D%=%),$(DEFINES)),$(error DEFINES=$(DEFINES): expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, and a NAME of $(NAMES)))
-VALUES  := $(DEFINES)
-$(foreach digit,0 1 2 3 4 5 6 7 8 9,$(eval VALUES := $$(subst $(digit),,$$(VALUES))))
-OCTAL   := $(filter-out $(NAMES:%=-D%=0),$(filter $(NAMES:%=-D%=0%),$(DEFINES)))
-WRONG   := $(filter-out $(NAMES:%=-D%=),$(VALUES))$(filter $(NAMES:%=-D%=),$(DEFINES))$(OCTAL)
-$(if $(WRONG),$(error DEFINES=$(DEFINES): expected a VALUE of digits, the first of them not 0))
-$(if $(filter-out $(words $(sort $(VALUES))),$(words $(VALUES))),$(error DEFINES=$(DEFINES): expected each NAME once))
+NAMES   := $(shell sed -n 's/^.ifndef //p' native/config.h | grep -v -e ^COLIBRI_ -e ^CUDA_ARCH | paste -sd'|')
+WRONG   := $(shell printf '%s\n' '$(subst ','\'',$(DEFINES))' | tr ' ' '\n' | awk -F= '$$0 != "" && ($$0 !~ /^-D($(NAMES))=(0|[1-9][0-9]*)$$/ || seen[$$1]++)')
+$(if $(WRONG),$(error DEFINES: $(WRONG), expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, with a VALUE of digits and a NAME, once, of $(subst |, ,$(NAMES))))
 PYTHON  := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 CONFIG  := $(strip $(if $(MODEL),$(shell $(PYTHON) -m colibri.build --defines $(MODEL))) $(DEFINES))
 $(if $(filter-out 0,$(if $(MODEL),$(.SHELLSTATUS))),$(error MODEL=$(MODEL): cannot read its shape))

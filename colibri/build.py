@@ -23,7 +23,7 @@ from colibri.errors import ColibriError
 DERIVED = ("v_head_dim", "rotary_dim")
 ROOT = headers.NATIVE.parent
 DEFINE = re.compile(r"-D[A-Za-z_][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+")
-NUMBER = re.compile("0|[1-9][0-9]*")
+NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 
 
 def library_path(checkpoint, arch="host", build=True):
@@ -93,15 +93,15 @@ def check_defines(checkpoint):
         if name not in headers.default().options:
             raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE with a NAME of "
                                f"{' '.join(headers.default().options)}; correct it")
-        if not NUMBER.fullmatch(value):  # C takes 32+1 apart where it multiplies, and 064 as 52
-            raise ColibriError(f"DEFINES: {option}, expected a VALUE of digits, the first of them not 0; correct it")
         if name in names:
             raise ColibriError(f"DEFINES: {option}, expected {name} once; leave one of them out")
         names.add(name)
         field = name.lower()
         shape = field in headers.default().structs["Config"].names and field in checkpoint.header
-        if not re.fullmatch(r"\d{1,9}", value) or not shape and int(value) == 0:
-            raise ColibriError(f"DEFINES: {option}, expected a number of {0 if shape else 1} or more; correct it")
+        least = 0 if shape else 1
+        if not NUMBER.fullmatch(value) or int(value) < least:  # C takes 32+1 apart where it multiplies, and 064 as 52
+            raise ColibriError(f"DEFINES: {option}, expected a number of {least} or more, in digits without a 0 before "
+                               "them; correct it")
         if shape and value != str(checkpoint.header[field]):
             raise ColibriError(f"DEFINES: {option}, expected {checkpoint.header[field]} as in {checkpoint.path}; the "
                                "model decides, leave it out")

@@ -296,12 +296,11 @@ def test_wrong_defines(place):
     """Before anything is built with them."""
     for defines, line in (("-DK=4", "-DK=4, expected 2 as in moe.bin; the model decides, leave it out"),
                           ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
-                          ("-DMAX_BATCH=abc", "-DMAX_BATCH=abc, expected a number of 1 or more; correct it"),
-                          ("-DWINDOW_PIECE=0", "-DWINDOW_PIECE=0, expected a number of 1 or more; correct it"),
                           ("-DMAX_BATHC=64",
                            f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it"),
-                          *((f"-DMAX_BATCH={value}", (f"-DMAX_BATCH={value}, expected a VALUE of digits, the first "
-                                                      "of them not 0; correct it")) for value in NO_NUMBERS),
+                          *((f"-DWINDOW_PIECE={value}", (f"-DWINDOW_PIECE={value}, expected a number of 1 or more, in "
+                                                         "digits without a 0 before them; correct it"))
+                            for value in (*NO_NUMBERS, 0, 10**9)),
                           ("-DMAX_BATCH=4 -DMAX_BATCH=5",
                            "-DMAX_BATCH=5, expected MAX_BATCH once; leave one of them out")):
         run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"DEFINES": defines})
@@ -319,14 +318,12 @@ def test_a_limit_of_the_build_says_so():
     for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
                             (["ARCH=sm_70"], "ARCH=sm_70: expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
                             (["ARCH="], "ARCH=: expected one of host "),
-                            *(([f"DEFINES={wrong}"], (f"DEFINES={wrong}: expected -DNAME=VALUE, as in "
-                                                      f"DEFINES=-DMAX_BATCH=64, and a NAME of {NAMES}.  Stop.\n"))
-                              for wrong in ("MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90",
-                                            "-DMAX_BATCH=64 -DX=1")),
-                            *(([f"DEFINES=-DMAX_BATCH={wrong}"], (f"DEFINES=-DMAX_BATCH={wrong}: expected a VALUE of "
-                                                                  "digits, the first of them not 0"))
-                              for wrong in (*NO_NUMBERS, "", "'64'")),
-                            (["DEFINES=-DK=2 -DK=2"], "DEFINES=-DK=2 -DK=2: expected each NAME once")):
+                            *(([f"DEFINES=-DMAX_SEQ_LEN=100 {wrong}"],
+                               (f"DEFINES: {wrong}, expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, with a VALUE "
+                                f"of digits and a NAME, once, of {NAMES}.  Stop.\n"))
+                              for wrong in ("MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90", "-O0",
+                                            "-DMAX_BATCH=", "-DMAX_BATCH='64'", "-DMAX_SEQ_LEN=100",
+                                            *(f"-DMAX_BATCH={value}" for value in NO_NUMBERS)))):
         made = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert made.returncode == 2 and line in made.stderr
 
