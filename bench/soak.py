@@ -252,6 +252,15 @@ def answers_alone(service, seed):
     return cases
 
 
+def fill_slots(service, slots):
+    """Writes every slot's whole cache once: its pages come into memory when they are first written, however late."""
+    with Lines(service.address) as connection:
+        connection.send(*({"id": number, "prompt": "x" * (CONTEXT - 1), "max_new_tokens": 1} for number in range(slots)))
+        answers = [connection.receive() for _ in range(slots)]
+    if not all(answer and answer.get("finish_reason") in FINISHED for answer in answers):
+        sys.exit(f"filling the slots: {answers}")
+
+
 class Memory:
     """MiB of the service's memory over time: resident, and on a device where there is one."""
 
@@ -279,6 +288,7 @@ class Memory:
 def soak(options, service, folder):
     """Runs the clients. Returns (their reports, memory's figures, how often one was stopped)."""
     cases, source = folder / "cases.json", random.Random(options.seed)
+    fill_slots(service, options.slots)
     cases.write_text(json.dumps(answers_alone(service, options.seed)))
     until = time.time() + 60 * options.soak
     command = [sys.executable, "-m", "bench.soak", "--client", service.address[0], str(service.address[1]),
