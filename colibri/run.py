@@ -425,8 +425,8 @@ def command():
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os._exit(128 + number))  # it ends already: without a traceback
-    with contextlib.suppress(OSError):  # the status still tells
-        print(message, file=sys.stderr)
+    with contextlib.suppress(OSError):  # the status still tells; print would leave it for the exit to try again
+        os.write(2, f"{message}\n".encode(errors="backslashreplace"))
     return status
 
 

@@ -181,9 +181,9 @@ def test_sigterm_leaves_no_half_of_an_output(tmp_path):
 def test_sigterm_while_it_ends(line):
     """It comes with the last line, or after it."""
     script = ("import os, signal, sys\nfrom colibri import run\nfrom colibri.errors import ColibriError\n"
-              "class Stream:\n    def write(self, text):\n        os.kill(os.getpid(), signal.SIGTERM)\n"
               f"def main():\n    {line}\n"
-              "run.main, sys.stderr = main, Stream()\nrun.command()\nos.kill(os.getpid(), signal.SIGTERM)")
+              "run.main, os.write = main, lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+              "run.command()\nos.kill(os.getpid(), signal.SIGTERM)")
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (143, b"", b"")
 
