@@ -116,7 +116,7 @@ def parse(arguments):
         valid = " ".join(name for action in parser._actions for name in action.option_strings)
         raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
     if options.doctor:
-        _check_alone("--doctor", options, parser, ("doctor", "model"))
+        _check_doctor(options, parser)
         from colibri import doctor
         print(doctor.report(options.model))
         parser.exit()
@@ -133,11 +133,11 @@ def parse(arguments):
     return options
 
 
-def _check_alone(option, options, parser, allowed):
+def _check_doctor(options, parser):
     for name, value in vars(options).items():
-        if name not in allowed and value != parser.get_default(name):
-            raise ColibriError(f"--{name.replace('_', '-')}: given with {option}, expected nothing but "
-                               f"{' and '.join('--' + other for other in allowed)}; leave it out")
+        if name not in ("doctor", "model") and value != parser.get_default(name):
+            raise ColibriError(f"--{name.replace('_', '-')}: given with --doctor, expected nothing but --doctor and "
+                               "--model; leave it out")
 
 
 def _check_kind(options):
