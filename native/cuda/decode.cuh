@@ -179,10 +179,6 @@ __device__ __forceinline__ void meet(int barrier, int threads) {
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void arrive(int barrier, int threads) {
-    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 /* The multiplying warps' sums of 8 tokens into shared memory, as those of pairs of warps. */
 __device__ __forceinline__ void hand_over(Shared &s, float (&acc)[4][4]) {
     int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
@@ -197,7 +193,7 @@ __device__ __forceinline__ void hand_over(Shared &s, float (&acc)[4][4]) {
             for (int i = 0; i < 4; i++) acc[tile][i] += sums[token + i % 2][tile * 16 + row + i / 2 * 8];
         store_sums(sums, acc);
     }
-    arrive(SUMS_WRITTEN, THREADS);
+    meet(SUMS_WRITTEN, THREADS);
 }
 
 __device__ __forceinline__ float add_warps(const Shared &s, int token, int row) {
@@ -272,7 +268,7 @@ template <class P> __device__ void finish_items(Shared &s, const Job &job, int n
         const Tile tile = s.tiles[at.tile];
         for (int first = 0; first < tile.count; first += 8) {
             int count = min(tile.count - first, 8);
-            arrive(SUMS_READ, THREADS);
+            meet(SUMS_READ, THREADS);
             meet(SUMS_WRITTEN, THREADS);
             if (threadIdx.x % 32 == 0) s.queue[at.turn % QUEUE] = UNKNOWN; /* all warps know it */
             if constexpr (P::SPLITS == 1) {
