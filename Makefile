@@ -21,7 +21,7 @@ $(BUILD)/libcolibri.so: $(OBJECTS)
 $(BUILD)/%.c.o: native/%.c ; @mkdir -p $(@D)
 	gcc -std=gnu11 -Wall -Wextra -Werror -Wno-aggressive-loop-optimizations -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) $(WHOLE)
 $(BUILD)/%.cu.o: native/%.cu ; @mkdir -p $(@D)
-	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) $(WHOLE)
+	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fopenmp,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) $(WHOLE)
 .venv/installed: setup.cfg ; python3 -m venv .venv && .venv/bin/pip install -q -e .[test] && touch $@
 run: .venv/installed ; .venv/bin/python -m converter models/moe-32.pt moe-32.bin --force && .venv/bin/python -m colibri.run --model moe-32.bin --prompt "It was the custom of the old captain, "
 test: .venv/installed ; .venv/bin/python -m pytest tests

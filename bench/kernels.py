@@ -4,8 +4,9 @@
 
 Weights are random, from one seed, and cold: a graph runs the ops over several layers, several times, and what lies
 between two readings of the same weights outgrows the L2 cache. Only the "example" shape is as small as that cache.
-Times are medians over launches of a graph, divided by the layers it runs. Bytes are the weights that are read: the
-routed experts', or the whole matrix; attention's are the keys and values of 512 positions a token. `select` is routing
+Times are medians over launches of a graph, divided by the layers it runs; where experts are read, means of those over
+several draws of the input, for how many experts are read is chance. Bytes are the weights that are read: the routed
+experts', or the whole matrix; attention's are the keys and values of 512 positions a token. `select` is routing
 from the logits on, where that is a kernel of its own. With more than 64 tokens, which are then one prompt, the
 operations are counted too; their ceiling is torch's product, where torch is installed.
 """
@@ -46,6 +47,7 @@ SHAPES = {
                 "head_dim": 16, "vocab_size": 256},
 }
 MIN_LAYERS = 8  # of a graph, so that its own start hardly counts
+DRAWS = 16  # of the input, where it decides how many experts are read
 NUM_SLOTS = 32
 POSITIONS = 512
 PROBES = r"""
@@ -208,6 +210,14 @@ class Bench:
             call("cuGraphExecDestroy", graph)
         return times / count, read
 
+    def draw(self, ops, tokens, graphs, repeats):
+        """The same for new random rows; where the router is not among the ops, layer 0's choice is every layer's."""
+        self.begin(tokens)
+        self.run(["router"], tokens, [0])
+        experts = self.count("num_active", np.int32)
+        microseconds, read = self.time(ops, tokens, graphs, repeats)
+        return microseconds, read or experts
+
 
 def time_launches(stream, launch, repeats):
     """Median microseconds of one launch, by events, after 20 ms of them: a GPU that was idle is slow at first."""
@@ -295,16 +305,17 @@ def measure(bench, tokens, ops):
     layers = [*range(config["num_layers"])] * -(-MIN_LAYERS // config["num_layers"])
     for op in ops:
         bench.begin(tokens)
-        bench.run(["router"], tokens, [0])
-        experts = bench.count("num_active", np.int32)  # without the router, layer 0's in every layer
         if op == "select":
             graph = bench.capture_selection(tokens, MIN_LAYERS)
             if graph:
                 launch = functools.partial(call, "cuGraphLaunch", graph, bench.stream)
                 rows.append((op, time_launches(bench.stream, launch, 40) / MIN_LAYERS, 0, 0, 0))
             continue
-        times, read = bench.time(OPS[op], tokens, [[layer] for layer in layers] if op == "single" else [layers])
-        rows.append((op, times, *work(config, op, tokens, read or experts), read or experts))
+        graphs = [[layer] for layer in layers] if op == "single" else [layers]
+        count, repeats = (DRAWS, 10) if op in MATRICES else (1, 40)
+        draws = [bench.draw(OPS[op], tokens, graphs, repeats) for _ in range(count)]
+        microseconds, experts = map(statistics.mean, zip(*draws))
+        rows.append((op, microseconds, *work(config, op, tokens, experts), experts))
     return rows
 
 

@@ -4,12 +4,13 @@
 
 Peers: softmax, topk and normalisation in torch, in a CUDA graph; transformers' MixtralSparseMoeBlock with the
 grouped_mm experts, in a CUDA graph. Both rotate over the same number of layers as bench.kernels does, so weights are
-cold. Needs torch and transformers, which the engine itself does not.
+cold, and take means over as many draws of the input. Needs torch and transformers, which the engine itself does not.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from statistics import mean
 
 try:
     import torch
@@ -57,6 +58,12 @@ def mixtral_block(shape):
     return blocks
 
 
+def time_blocks(blocks, tokens, hidden):
+    """That of the blocks for random rows."""
+    x = torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    return median_time(lambda layer: blocks[layer](x), len(blocks))
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__.split("\n")[0])
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows there")
@@ -69,11 +76,10 @@ def main():
         shape, bench = kernels.SHAPES[name], kernels.Bench(name)
         blocks = mixtral_block(shape)
         for tokens in (1, 4, 16, 32):
-            x = torch.randn(1, tokens, shape["hidden"], device="cuda", dtype=torch.bfloat16)
-            bench.begin(tokens)
-            ours, _ = bench.time(kernels.BLOCK, tokens, [range(shape["num_layers"])])
-            ours_router, _ = bench.time(["router"], tokens, [range(shape["num_layers"])])
-            peer = median_time(lambda layer, x=x, blocks=blocks: blocks[layer](x), shape["num_layers"])
+            graphs = [range(shape["num_layers"])]
+            ours, _ = map(mean, zip(*(bench.draw(kernels.BLOCK, tokens, graphs, 10) for _ in range(kernels.DRAWS))))
+            ours_router, _ = bench.time(["router"], tokens, graphs)
+            peer = mean(time_blocks(blocks, tokens, shape["hidden"]) for _ in range(kernels.DRAWS))
             peer_router = router(tokens, shape["num_experts"], shape["k"])
             for op, us, them in (("block", ours, peer), ("router", ours_router, peer_router)):
                 case = f"{name} T={tokens} {op}"

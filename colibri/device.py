@@ -9,8 +9,8 @@ import ctypes
 import functools
 import itertools
 import math
+import mmap
 import os
-import queue
 import re
 import sys
 import threading
@@ -22,11 +22,12 @@ import numpy as np
 from colibri.errors import ColibriError
 from colibri.graphs import GraphCache
 from colibri.headers import default, in_mask
+from colibri.weights import usable_processors
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
-PIECE_BYTES = 128 << 20                      # of the model's file that is registered at a time ...
-MAX_PIECES = 32                              # ... and so many at once, so that a file may be larger than the memory
-CHUNK_BYTES = 32 << 20                       # of the two page-locked buffers, where a file cannot be registered
+COPY_THREADS = 8                             # that read the model's file for the device, at most ...
+CHUNK_BYTES = 2 << 20                        # ... each through two chunks of this size ...
+PART_BYTES = 1 << 30                         # ... so much at a time
 GRAPH_BYTES = 64 << 20                       # what graphs may take of the device's memory, an estimate
 PROBE_BYTES = 256 << 20                      # more than the caches hold
 
@@ -119,6 +120,35 @@ def check_library(library):
                            f"{library.file}; update the driver, or build with an older nvcc")
 
 
+class Opening:
+    """The GPU's context, which a thread opens: a tenth of a second, in which the library can be loaded."""
+
+    def __init__(self):
+        self._context = self._error = None
+        self._thread = threading.Thread(target=self._open)
+        self._thread.start()
+
+    def _open(self):
+        try:
+            self._context = call("cuDevicePrimaryCtxRetain", gpu().handle)
+        except ColibriError as error:
+            self._error = error
+
+    def context(self):
+        """Waits for it, and makes it this thread's."""
+        self._thread.join()
+        if self._error:
+            raise self._error
+        call("cuCtxSetCurrent", self._context)
+        return self._context
+
+    def close(self):
+        """Gives back what no DeviceMemory took."""
+        self._thread.join()
+        if self._context:
+            call("cuDevicePrimaryCtxRelease", gpu().handle)
+
+
 class Graph:
     """An executable graph on a stream."""
 
@@ -142,26 +172,25 @@ class Graph:
 class DeviceMemory:
     """Where a model lives and how its steps run, on a GPU. The members are described in colibri.weights.HostMemory.
 
+    opening:  the context's
     dispatch: "device": one graph a size, whose kernels read the routing where they are
               "combo": for a single token, one graph a layer and combination of experts, chosen on the host
               "dynamic": no graphs, every kernel launched by itself
     """
 
-    def __init__(self, library, dispatch=None):
+    def __init__(self, opening, library, dispatch=None):
         self.dispatch = dispatch or "device"
         self.code = library.headers.constants["COLIBRI_CUDA"]
         self.seconds = dict(gpu().seconds)
         self._library, self._device_blocks, self._pinned, self._registered = library, [], [], []
         self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
         self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
-        self._steps, self._bytes, self._routing, self._unregistering, self._staging = 0, {}, {}, None, None
+        self._steps, self._bytes, self._routing, self._staging = 0, {}, {}, None
         with self._timed("context"):
-            self._open()
+            num_threads = min(COPY_THREADS, usable_processors())
+            self._chunks = pages(num_threads * 2 * CHUNK_BYTES).reshape(num_threads, 2, CHUNK_BYTES)
+            self._context = opening.context()
         self.graphs = GraphCache(self._capture)
-
-    def _open(self):
-        self._context = call("cuDevicePrimaryCtxRetain", gpu().handle)
-        call("cuCtxSetCurrent", self._context)
         self._thread = threading.get_ident()
         self._stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.stream = int(self._stream)
@@ -189,17 +218,12 @@ class DeviceMemory:
         first = min(addresses.values())
         size = max(view.ctypes.data + view.nbytes for view in checkpoint.tensors.values()) - first
         block = self._allocate(size)
-        with self._timed("weights"):
-            registered = copy_file(block, first, size, self._stream)
-        self._copied = size
-        self._unregistering = threading.Thread(target=self._unregister, args=[registered])  # 8 ms a GiB
-        self._unregistering.start()
+        with self._timed("weights"), page_locked(self._chunks):
+            for offset, count in parts(size):
+                self._library.upload(block + offset, first + offset, count, self._chunks.ctypes.data, CHUNK_BYTES,
+                                     len(self._chunks), self.stream)
+        self._copied, self._chunks = size, None
         return {name: block + address - first for name, address in addresses.items()}
-
-    def _unregister(self, addresses):
-        with contextlib.suppress(ColibriError):
-            call("cuCtxSetCurrent", self._context)
-            unregister(addresses)
 
     def state(self, num_bytes):
         block = self._allocate(num_bytes)
@@ -325,8 +349,6 @@ class DeviceMemory:
 
     def close(self):
         """Frees everything; after a device error the context is lost, and its memory with it."""
-        if self._unregistering:
-            self._unregistering.join()
         with contextlib.suppress(ColibriError):
             call("cuCtxSetCurrent", self._context)
             self.graphs.close()
@@ -349,7 +371,7 @@ class DeviceMemory:
 
     def pinned_rate(self):
         """Bytes a second from page-locked host memory to the device, measured now."""
-        size = CHUNK_BYTES
+        size = PROBE_BYTES // 8
         source = call("cuMemHostAlloc", size, 0)
         try:
             with temporary(size) as target:
@@ -414,79 +436,34 @@ def elapsed(enqueue, stream, repeat=3):
     return min(seconds[1:])
 
 
-def copy_file(target, source, num_bytes, stream):
-    """Copies a mapped file's bytes to the device at the bus's speed, without a second copy of them on the host.
+def pages(num_bytes):
+    """Memory that exists already when it is page-locked, in huge pages where there are any."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array[::mmap.PAGESIZE] = 0
+    return array
 
-    Returns the addresses of what is still registered, for the caller to unregister when there is time.
-    """
+
+@contextlib.contextmanager
+def page_locked(array):
+    """Copies from the array are the bus's speed within. Where locking is refused they are slower, and nothing else."""
+    locked = True
     try:
-        return copy_registered(target, source, num_bytes, stream)
-    except ColibriError:  # registering a file's mapping is refused by some drivers and file systems
-        copy_through_chunks(target, source, num_bytes, stream)
-        return []
-
-
-def pieces(num_bytes, size):
-    """(offset, bytes) of each piece."""
-    return [(offset, min(size, num_bytes - offset)) for offset in range(0, num_bytes, size)]
-
-
-def with_progress(items, count):
-    """The items, with a progress bar on a terminal when they take longer than a second."""
-    if count < 5 or not sys.stderr.isatty():
-        return items
-    from tqdm import tqdm
-    return tqdm(items, total=count, delay=1, leave=False, desc="weights", unit="piece")
-
-
-def copy_registered(target, source, num_bytes, stream):
-    """Page-locks the mapping piece by piece on a thread, ahead of the copies, which take as long as that."""
-    ahead, context, todo = queue.Queue(2), call("cuCtxGetCurrent"), pieces(num_bytes, PIECE_BYTES)
-
-    def register():
-        try:
-            call("cuCtxSetCurrent", context)
-            for offset, size in todo:
-                call("cuMemHostRegister", source + offset, size, driver().CU_MEMHOSTREGISTER_READ_ONLY)
-                ahead.put((offset, size))
-        except ColibriError as error:
-            ahead.put(error)
-    threading.Thread(target=register, daemon=True).start()
-    registered = []
-    for piece in with_progress((ahead.get() for _ in todo), len(todo)):
-        if isinstance(piece, ColibriError):
-            call("cuStreamSynchronize", stream)
-            unregister(registered)
-            raise piece
-        offset, size = piece
-        call("cuMemcpyHtoDAsync", target + offset, source + offset, size, stream)
-        registered.append(source + offset)
-        if len(registered) == MAX_PIECES:
-            call("cuStreamSynchronize", stream)
-            unregister(registered)
-    call("cuStreamSynchronize", stream)
-    return registered
-
-
-def unregister(addresses):
-    """Undoes page-locking, and empties the list."""
-    while addresses:
-        call("cuMemHostUnregister", addresses.pop())
-
-
-def copy_through_chunks(target, source, num_bytes, stream):
-    """Two page-locked buffers in turn: one is filled while the other is being copied."""
-    buffers = [int(call("cuMemHostAlloc", CHUNK_BYTES, 0)) for _ in range(2)]
-    copied = [call("cuEventCreate", 0) for _ in range(2)]
+        call("cuMemHostRegister", array.ctypes.data, array.nbytes, 0)
+    except ColibriError:
+        locked = False
     try:
-        todo = pieces(num_bytes, CHUNK_BYTES)
-        for index, (offset, size) in enumerate(with_progress(todo, len(todo))):
-            call("cuEventSynchronize", copied[index % 2])
-            ctypes.memmove(buffers[index % 2], source + offset, size)
-            call("cuMemcpyHtoDAsync", target + offset, buffers[index % 2], size, stream)
-            call("cuEventRecord", copied[index % 2], stream)
+        yield
     finally:
-        call("cuStreamSynchronize", stream)
-        for buffer, event in zip(buffers, copied):
-            call("cuMemFreeHost", buffer)
-            call("cuEventDestroy", event)
+        if locked:
+            call("cuMemHostUnregister", array.ctypes.data)
+
+
+def parts(num_bytes):
+    """(offset, bytes) of each PART_BYTES, with a progress bar on a terminal when they take longer than a second."""
+    parts = [(offset, min(PART_BYTES, num_bytes - offset)) for offset in range(0, num_bytes, PART_BYTES)]
+    if len(parts) < 2 or not sys.stderr.isatty():
+        return parts
+    from tqdm import tqdm
+    return tqdm(parts, delay=1, leave=False, desc="weights", unit="GiB")

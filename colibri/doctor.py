@@ -10,6 +10,7 @@ import textwrap
 from colibri import build, engine, native
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
+from colibri.weights import usable_processors
 
 CPU_FLAGS = ("avx2", "fma", "f16c")
 COLUMNS = 80
@@ -50,7 +51,7 @@ def host():
     missing = [flag for flag in CPU_FLAGS if flag not in present]
     if missing:
         return f"runs the portable C path, which is slower: this processor has no {', '.join(missing)}"
-    return f"ok: AVX2, FMA and F16C, {engine.usable_processors()} processors"
+    return f"ok: AVX2, FMA and F16C, {usable_processors()} processors"
 
 
 def host_memory():

@@ -14,7 +14,7 @@ import numpy as np
 from colibri import build, native
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
-from colibri.weights import HostMemory, pointers
+from colibri.weights import HostMemory, pointers, usable_processors
 
 BACKENDS = ("auto", "host", "cuda")
 DISPATCH = ("device", "combo", "dynamic")  # colibri.device knows what they are
@@ -46,17 +46,19 @@ class Engine:
         self._lock = threading.Lock()
         start = time.perf_counter()
         self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+        header = self.checkpoint.header
+        self.threads = check_threads(threads)
+        self.num_slots = _between("num_slots", num_slots, None, 1, MAX_SLOTS)
+        self.num_layers = _between("num_layers", num_layers, header["num_layers"], 1, header["num_layers"])
+        if dispatch not in (None, *DISPATCH):
+            raise ColibriError(f"--dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
         opened = time.perf_counter()
         self.library, memory, self.why_host = load_library(self.checkpoint, backend, build)
         loaded = time.perf_counter()
-        header, baked = self.checkpoint.header, self.library.baked
-        self.threads = check_threads(threads)
-        self.num_slots = _between("num_slots", num_slots, baked["max_batch"], 1, MAX_SLOTS)
-        self.num_layers = _between("num_layers", num_layers, header["num_layers"], 1, header["num_layers"])
+        baked = self.library.baked
+        self.num_slots = self.num_slots or min(baked["max_batch"], MAX_SLOTS)
         self.max_tokens = self.library.headers.constants["MAX_TOKENS"]
         self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
-        if dispatch not in (None, *DISPATCH):
-            raise ColibriError(f"--dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
         try:
             self._place(memory, dispatch)
         except ColibriError as error:
@@ -459,14 +461,24 @@ def load_library(checkpoint, backend, build_missing):
         try:
             arch = device.arch()
             device.check_weights(checkpoint)
-            library = open_library(checkpoint, arch, build_missing)
-            device.check_library(library)
-            return library, device.DeviceMemory, ""
+            return *_load_with_context(device, checkpoint, arch, build_missing), ""
         except ColibriError as error:
             if backend == "cuda":
                 raise
             why_host = str(error)
     return open_library(checkpoint, "host", build_missing), HostMemory, why_host
+
+
+def _load_with_context(device, checkpoint, arch, build_missing):
+    """The library, loaded while the GPU's context opens, and how its DeviceMemory is made."""
+    opening = device.Opening()
+    try:
+        library = open_library(checkpoint, arch, build_missing)
+        device.check_library(library)
+    except BaseException:
+        opening.close()
+        raise
+    return library, functools.partial(device.DeviceMemory, opening)
 
 
 def open_library(checkpoint, arch, build_missing):
@@ -495,7 +507,7 @@ def check_sampler(sampler, prefix=""):
 def check_threads(threads):
     """The number of threads, or the default for None."""
     processors = usable_processors()
-    threads = _between("threads", threads, processors, 1, MAX_THREADS)
+    threads = _between("threads", threads, min(processors, MAX_THREADS), 1, MAX_THREADS)
     if threads > THREADS_PER_PROCESSOR * processors:
         raise ColibriError(f"threads: {threads}, expected at most {THREADS_PER_PROCESSOR * processors}, "
                            f"{THREADS_PER_PROCESSOR} for each processor that this process may use; lower it")
@@ -538,21 +550,10 @@ def _draws(seed, block):
     return ((words >> np.uint64(40)) / (1 << 24)).tolist()
 
 
-def usable_processors():
-    """Processors that this process may use: its affinity, and a container's quota where there is one."""
-    count = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        return count if quota == "max" else max(1, min(count, -(-int(quota) // int(period))))
-    except (OSError, ValueError):
-        return count
-
-
 def _between(name, value, default, low, high):
     """The value, or the default for None."""
     if value is None:
-        return min(default, high)
+        return default
     if not isinstance(value, Integral):
         raise ColibriError(f"{name}: {value}, expected an integer, {low} to {high}")
     if not low <= value <= high:

@@ -3,6 +3,7 @@
 import glob
 import math
 import mmap
+import os
 import time
 
 import numpy as np
@@ -144,3 +145,14 @@ def pointers(checkpoint, addresses, structs):
         weights["lm_head"] = weights["embed"]
     weights["layers"] = layers.ctypes.data
     return weights, layers
+
+
+def usable_processors():
+    """Processors that this process may use: its affinity, and a container's quota where there is one."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return count if quota == "max" else max(1, min(count, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        return count

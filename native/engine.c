@@ -74,6 +74,12 @@ int colibri_bind(void *model, int backend, const void *header, const void *weigh
     return backend == COLIBRI_HOST ? host_check_threads(num_threads) : 0;
 }
 
+int colibri_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads,
+                   void *stream) {
+    const Ops *ops = ops_of(COLIBRI_CUDA);
+    return ops ? ops->upload(target, source, bytes, chunks, chunk_bytes, num_threads, stream) : -1;
+}
+
 int colibri_check(const void *model) {
     const Batch *b = ((const Model *)model)->batch;
     if (b->fault == FAULT_ROUTER_LOGIT)

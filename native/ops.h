@@ -11,6 +11,9 @@
 typedef struct Ops {
     const char *(*name)(void);          /* "host avx2", "host portable", "cuda sm_90" */
     int64_t (*scratch_bytes)(void);
+    /* bytes at `source` to the device's `target`, through chunks, two a thread, which are best page-locked; host: NULL */
+    int (*upload)(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads,
+                  void *stream);
     int (*begin)(Model *m, int num_tokens); /* once a step, before the first op */
     /* x[t] = embed[tokens[t]] * embedding_multiplier, or a bare stack's input[t] */
     int (*embed)(Model *m, int num_tokens);
@@ -45,15 +48,19 @@ typedef struct Ops {
     int (*sample)(Model *m, int num_logits);
 } Ops;
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 extern const Ops host_ops;
 /* That the process may have so many threads for them, each with its stack. */
 int host_check_threads(int num_threads);
-
 #if CUDA_ARCH
-#ifdef __cplusplus
-extern "C"
-#endif
 extern const Ops cuda_ops;
+#endif
+
+#ifdef __cplusplus
+}
 #endif
 
 #endif

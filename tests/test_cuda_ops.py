@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import synthetic
 
+from colibri import device
+
 pytestmark = pytest.mark.gpu
 
 TOKENS = (1, 2, 3, 7, 16, 31, 32, 33, 64, 65, 127, 128, 129, 512)
@@ -106,6 +108,21 @@ def pair(request, files):
     yield pair
     pair.gpu.close()
     pair.host.close()
+
+
+@pytest.mark.parametrize("num_threads", (1, 3, 8))
+@pytest.mark.parametrize("num_bytes", (1, 511, 512, 10_001, 3_000_003))
+def test_upload(pair, num_bytes, num_threads):
+    """Through chunks so small that each is filled many times; what lies behind the target stays."""
+    source = pair.rng.integers(0, 256, num_bytes).astype(np.uint8)
+    memory, chunks = pair.gpu.memory, device.pages(num_threads * 2 * 512)
+    with device.temporary(num_bytes + 100) as target:
+        memory.write(target, np.full(num_bytes + 100, 7, np.uint8))
+        with device.page_locked(chunks):
+            pair.gpu.library.upload(target, source.ctypes.data, num_bytes, chunks.ctypes.data, 512, num_threads,
+                                    memory.stream)
+        got = memory.read(target, (num_bytes + 100,), np.uint8)
+    np.testing.assert_array_equal(got, np.pad(source, (0, 100), constant_values=7))
 
 
 @pytest.mark.parametrize("rows", TOKENS)

@@ -1,5 +1,6 @@
 """What the GPU's side says and does on machines that lack something, with a made-up driver; no GPU is needed."""
 
+import contextlib
 import enum
 import os
 import re
@@ -147,39 +148,33 @@ def test_buckets():
     assert sizes[:10] == [0, 1, 2, 4, 4, 8, 8, 8, 8, 16] and sizes[64:67] == [64, 100, 100] and len(sizes) == 101
 
 
-@pytest.mark.parametrize("refused", [False, True], ids=["registered", "through chunks"])
-def test_file_is_copied_whole(use, monkeypatch, refused):
-    """Pieces smaller than the file, its last one odd; every registration is undone."""
-    source = np.random.default_rng().integers(0, 256, 100_001).astype(np.uint8)
-    target, registered, pinned = np.zeros_like(source), set(), {}
-    ok = Status.CUDA_SUCCESS
+@pytest.mark.parametrize("fails", [False, True])
+def test_page_locked_memory_is_unlocked_again(use, fails):
+    locked, ok = set(), Status.CUDA_SUCCESS
+    use(Driver(cuMemHostRegister=lambda address, size, _: (locked.add((address, size)) or ok,),
+               cuMemHostUnregister=lambda address: (locked.remove((address, 4096)) or ok,)))
+    array = device.pages(4096)
+    with pytest.raises(ValueError) if fails else contextlib.nullcontext(), device.page_locked(array):
+        assert locked == {(array.ctypes.data, 4096)}
+        if fails:
+            raise ValueError
+    assert not locked
 
-    def register(address, size, _):
-        if refused:
-            return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
-        registered.add(address)
-        return (ok,)
 
-    def allocate(size, _):
-        block = np.zeros(size, np.uint8)
-        pinned[block.ctypes.data] = block
-        return ok, block.ctypes.data
+@pytest.mark.parametrize("num_bytes", [1, 4096, 4097, 3 * 4096, 100_001])
+def test_parts_are_the_whole(monkeypatch, num_bytes):
+    monkeypatch.setattr(device, "PART_BYTES", 4096)
+    ends = [0]
+    for offset, count in device.parts(num_bytes):
+        assert offset == ends[-1] and 0 < count <= 4096
+        ends.append(offset + count)
+    assert ends[-1] == num_bytes and len(ends) == 1 + -(-num_bytes // 4096)
 
-    def copy(to, start, size, _):
-        assert start in registered or start in pinned
-        device.ctypes.memmove(to, start, size)
-        return (ok,)
-    use(Driver(CU_MEMHOSTREGISTER_READ_ONLY=8, cuMemHostRegister=register, cuMemcpyHtoDAsync=copy,
-               cuMemHostAlloc=allocate, cuCtxGetCurrent=lambda: (ok, 0), cuCtxSetCurrent=lambda _: (ok,),
-               cuMemHostUnregister=lambda address: (registered.remove(address) or ok,), cuEventCreate=lambda _: (ok, 1),
-               cuEventSynchronize=lambda _: (ok,), cuEventRecord=lambda *_: (ok,), cuEventDestroy=lambda _: (ok,),
-               cuStreamSynchronize=lambda _: (ok,), cuMemFreeHost=lambda address: (pinned.pop(address) is None or ok,)))
-    monkeypatch.setattr(device, "PIECE_BYTES", 4096 * 3)
-    monkeypatch.setattr(device, "CHUNK_BYTES", 4096 * 3)
-    monkeypatch.setattr(device, "MAX_PIECES", 3)
-    device.unregister(device.copy_file(target.ctypes.data, source.ctypes.data, source.nbytes, None))
-    np.testing.assert_array_equal(target, source)
-    assert not registered and not pinned
+
+def test_memory_that_cannot_be_locked_is_used_as_it_is(use):
+    use(Driver(cuMemHostRegister=lambda *_: (Status.CUDA_ERROR_OUT_OF_MEMORY,)))
+    with device.page_locked(device.pages(4096)):
+        pass
 
 
 def test_auto_runs_on_the_host_and_says_why(use, monkeypatch, moe_32):

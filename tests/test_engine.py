@@ -12,8 +12,9 @@ from conftest import ROOT
 from synthetic import STACK, write_model
 
 from colibri.checkpoint import Checkpoint
-from colibri.engine import Engine, Sampler, draw, usable_processors
+from colibri.engine import Engine, Sampler, draw
 from colibri.errors import ColibriError
+from colibri.weights import usable_processors
 
 TEXT = b"And it came to pass in those days, that there went out a decree"
 

@@ -19,6 +19,8 @@
 static_assert(WEIGHT_DTYPE != DTYPE_F32, "CUDA runs f16 and bf16 weights; convert the model with one of these dtypes");
 
 /* The ops, named as in ops.h. */
+int cuda_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads,
+                void *stream);
 int cuda_begin(Model *m, int num_tokens);
 int cuda_embed(Model *m, int num_tokens);
 int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
@@ -184,6 +186,15 @@ __device__ __forceinline__ uint32_t to_weights(float low, float high) {
 /* The sum over the warp's lanes, in every lane, in one fixed order. */
 template <typename T> __device__ __forceinline__ T warp_sum(T value) {
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    return value;
+}
+
+/* The sum over the lanes up to this one. */
+template <typename T> __device__ __forceinline__ T warp_sum_up_to(T value) {
+    for (int distance = 1; distance < 32; distance *= 2) {
+        T before = __shfl_up_sync(~0u, value, distance);
+        if (threadIdx.x % 32 >= distance) value += before;
+    }
     return value;
 }
 

@@ -9,7 +9,7 @@ static const char *name() {
 }
 
 extern "C" const Ops cuda_ops = {
-    .name = name, .scratch_bytes = cuda_scratch_bytes, .begin = cuda_begin, .embed = cuda_embed,
+    .name = name, .scratch_bytes = cuda_scratch_bytes, .upload = cuda_upload, .begin = cuda_begin, .embed = cuda_embed,
 #if NUM_HEADS
     .norm = cuda_norm, .qkv = cuda_qkv,
 #if ATTENTION_KIND == ATTENTION_GQA

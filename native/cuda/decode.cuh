@@ -50,11 +50,7 @@ template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job)
         for (int j = 0; j <= PER_LANE; j++) offset[j] = job.offsets[min(lane * PER_LANE + j, NUM_EXPERTS)];
 #pragma unroll
         for (int j = 0; j < PER_LANE; j++) own += (offset[j + 1] - offset[j] + TILE_TOKENS - 1) / TILE_TOKENS;
-        int up_to = own;
-        for (int distance = 1; distance < 32; distance *= 2) {
-            int before = __shfl_up_sync(~0u, up_to, distance);
-            if (lane >= distance) up_to += before;
-        }
+        int up_to = warp_sum_up_to(own);
         Tile *next = s.tiles + up_to - own;
 #pragma unroll
         for (int j = 0; j < PER_LANE; j++)

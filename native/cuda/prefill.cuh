@@ -33,11 +33,7 @@ template <class P> __device__ void find_tile(Shared<P> &s, const int32_t *offset
     for (int j = 0; j < PER_LANE && lane < 32; j++) {
         __syncwarp();
         int e = lane + j * 32, begin = e < NUM_EXPERTS ? offsets[e] : 0, end = e < NUM_EXPERTS ? offsets[e + 1] : 0;
-        int own = (end - begin + TILE_TOKENS - 1) / TILE_TOKENS, up_to = own;
-        for (int offset = 1; offset < 32; offset *= 2) {
-            int before = __shfl_up_sync(~0u, up_to, offset);
-            if (lane >= offset) up_to += before;
-        }
+        int own = (end - begin + TILE_TOKENS - 1) / TILE_TOKENS, up_to = warp_sum_up_to(own);
         int place = wanted - (before_all + up_to - own);
         if (place >= 0 && place < own) {
             s.expert = e;

@@ -30,7 +30,6 @@ template <int EXPERTS_, int SLOTS_, int ROWS, int COLUMNS_> struct Product {
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * ASSIGNMENTS * PANELS * PANEL_ROWS : 0;
     static constexpr int STRIDE = COLUMNS, FIRST = 0; /* the input: columns FIRST, FIRST + 1, ... of rows of STRIDE */
     static constexpr int INPUT_DIVISOR = 1;           /* an assignment's input row is its number divided by this */
-    static constexpr int INDEX = 0;                   /* of next_item and done_blocks */
     static constexpr bool KNOWN_BEFORE = true; /* the routing, or the number of rows, when the kernel before began */
     static constexpr bool IS_GATED = false, ACTIVATES = false, HAS_BIAS = false;
     static constexpr bool IS_DENSE = false; /* inputs lose nothing; the output, with its bias, is multiplied by job.scale */
@@ -48,7 +47,6 @@ struct Up : Product<NUM_EXPERTS, K, GATED ? gated_rows(FFN) : FFN, HIDDEN> {
 
 struct Down : Product<NUM_EXPERTS, K, HIDDEN, FFN> {
     static constexpr const char *NAME = "experts_down";
-    static constexpr int INDEX = 1;
     static constexpr bool HAS_BIAS = EXPERT_BIAS;
 };
 
@@ -62,7 +60,6 @@ struct MoaIn : Product<NUM_EXPERTS, K, MOA_COLUMNS, HIDDEN> {
 
 struct MoaOut : Product<NUM_EXPERTS, K, MOA_COLUMNS ? HIDDEN : 0, MOA_COLUMNS> {
     static constexpr const char *NAME = "attention_experts_out";
-    static constexpr int INDEX = 1;
 };
 
 /* The mlp of that width: it is stored like one gated expert. A bare stack can begin with it. */
@@ -74,7 +71,6 @@ template <int FFN_> struct MlpUp : Product<1, 1, gated_rows(FFN_), HIDDEN> {
 
 template <int FFN_> struct MlpDown : Product<1, 1, FFN_ ? HIDDEN : 0, FFN_> {
     static constexpr const char *NAME = "mlp_down";
-    static constexpr int INDEX = 1;
 };
 
 template <int ROWS, int COLUMNS, int STRIDE_ = COLUMNS, int FIRST_ = 0> struct Dense : Product<1, 1, ROWS, COLUMNS> {
@@ -121,7 +117,7 @@ struct Scratch {
     float partial_logits[LOGIT_SLICES][MAX_TOKENS][NUM_EXPERTS];
     int32_t routed_blocks;                                /* of a step's tokens; 0 between steps */
     int32_t fault;                                        /* MAX_TOKENS minus a token whose logits allow no choice, or 0 */
-    int32_t next_item[2], done_blocks[2];                 /* by INDEX: one may begin as another ends; 0 between */
+    int32_t next_item, done_blocks;                       /* of the product at work; 0 between products */
     int32_t arrived[TILE_BOUND * Largest::PANELS];        /* splits that are done; 0 between products */
     float partials[Largest::PARTIALS];                    /* of the latest product */
 };
@@ -150,7 +146,7 @@ Job job_of(Model *m, const weight_t *weights, const float *bias, const float *in
     Scratch *scratch = scratch_of(m);
     return {weights, bias, input + P::FIRST, output, 1.0f, swiglu_of(m), &device_batch(m)->num_tokens,
             m->state.expert_offsets, m->state.assignments, scratch->partials, scratch->arrived,
-            &scratch->next_item[P::INDEX], &scratch->done_blocks[P::INDEX]};
+            &scratch->next_item, &scratch->done_blocks};
 }
 
 /* An output of its sum, gated its sums. */

@@ -390,11 +390,7 @@ __device__ void list_experts(const State &s, Lists &lists, bool counted) {
         total[j] = e < NUM_EXPERTS ? lists.totals[e] : 0;
         own += total[j] + (total[j] > 0 ? ACTIVE : 0);
     }
-    unsigned up_to = own;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        unsigned before = __shfl_up_sync(~0u, up_to, distance);
-        if (lane >= distance) up_to += before;
-    }
+    unsigned up_to = warp_sum_up_to(own);
     int start = (up_to - own) % ACTIVE, num_active = (up_to - own) / ACTIVE;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
@@ -429,12 +425,12 @@ __device__ void end_round(Lists &lists) {
 __device__ void dispatch(const Routing &r, Lists &lists, const int *ids, int count) {
     const State &s = r.state;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int i = threadIdx.x; i < count; i += WARPS * 32)
-        atomicAdd(&lists.totals[ids ? ids[i] : __ldcg(&s.expert_ids[i])], 1);
+    auto expert_of = [&](int i) { return ids ? ids[i] : __ldcg(&s.expert_ids[i]); };
+    for (int i = threadIdx.x; i < count; i += WARPS * 32) atomicAdd(&lists.totals[expert_of(i)], 1);
     for (int first = 0;; first += WARPS * 32) {
         int i = first + threadIdx.x, expert = 0;
         if (i < count) {
-            expert = ids ? ids[i] : __ldcg(&s.expert_ids[i]);
+            expert = expert_of(i);
             atomicOr(&lists.takers[warp][expert], 1u << lane);
         }
         __syncthreads();

@@ -41,11 +41,7 @@ struct Row {
 __device__ count_t sum_before(count_t value, count_t &total) {
     __shared__ count_t warps[32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    count_t sum = value;
-    for (int step = 1; step < 32; step *= 2) {
-        count_t left = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += left;
-    }
+    count_t sum = warp_sum_up_to(value);
     __syncthreads(); /* the last call's sums have been read */
     if (lane == 31) warps[warp] = sum;
     __syncthreads();
@@ -86,14 +82,9 @@ __device__ int find_digit(const count_t *histogram, count_t target, count_t &abo
     __shared__ count_t higher;
     if (threadIdx.x < 32) {
         int top = 255 - threadIdx.x * 8;
-        count_t sum = 0, reached;
+        count_t sum = 0;
         for (int i = 0; i < 8; i++) sum += histogram[top - i];
-        reached = sum;
-        for (int step = 1; step < 32; step *= 2) {
-            count_t left = __shfl_up_sync(~0u, reached, step);
-            if (threadIdx.x >= step) reached += left;
-        }
-        reached += above;
+        count_t reached = above + warp_sum_up_to(sum);
         if (reached >= target && reached - sum < target) {
             reached -= sum;
             for (; reached + histogram[top] < target; top--) reached += histogram[top];
