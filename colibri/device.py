@@ -121,10 +121,14 @@ def check_library(library):
 
 
 class Opening:
-    """The GPU's context, which a thread opens: a tenth of a second, in which the library can be loaded."""
+    """The GPU's context, which a thread opens: a tenth of a second, in which the library can be loaded.
+
+    chunks: uint8 (threads, 2, CHUNK_BYTES), through which the weights will go to the device
+    """
 
     def __init__(self):
         self._context = self._error = None
+        self.chunks = np.empty((min(COPY_THREADS, usable_processors()), 2, CHUNK_BYTES), np.uint8)
         self._thread = threading.Thread(target=self._open)
         self._thread.start()
 
@@ -136,6 +140,7 @@ class Opening:
 
     def context(self):
         """Waits for it, and makes it this thread's."""
+        self.chunks[:, :, ::mmap.PAGESIZE] = 0  # page-locking is then quick: the pages are there
         self._thread.join()
         if self._error:
             raise self._error
@@ -172,7 +177,6 @@ class Graph:
 class DeviceMemory:
     """Where a model lives and how its steps run, on a GPU. The members are described in colibri.weights.HostMemory.
 
-    opening:  the context's
     dispatch: "device": one graph a size, whose kernels read the routing where they are
               "combo": for a single token, one graph a layer and combination of experts, chosen on the host
               "dynamic": no graphs, every kernel launched by itself
@@ -186,10 +190,11 @@ class DeviceMemory:
         self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
         self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
         self._steps, self._bytes, self._routing, self._staging = 0, {}, {}, None
+        self._chunks = opening.chunks
         with self._timed("context"):
-            num_threads = min(COPY_THREADS, usable_processors())
-            self._chunks = pages(num_threads * 2 * CHUNK_BYTES).reshape(num_threads, 2, CHUNK_BYTES)
             self._context = opening.context()
+            with contextlib.suppress(ColibriError):  # where page-locking is refused, copies are slower, and that is all
+                self.pin(self._chunks)
         self.graphs = GraphCache(self._capture)
         self._thread = threading.get_ident()
         self._stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
@@ -218,11 +223,12 @@ class DeviceMemory:
         first = min(addresses.values())
         size = max(view.ctypes.data + view.nbytes for view in checkpoint.tensors.values()) - first
         block = self._allocate(size)
-        with self._timed("weights"), page_locked(self._chunks):
+        chunks, self._chunks, self._copied = self._chunks, None, size
+        with self._timed("weights"):
             for offset, count in parts(size):
-                self._library.upload(block + offset, first + offset, count, self._chunks.ctypes.data, CHUNK_BYTES,
-                                     len(self._chunks), self.stream)
-        self._copied, self._chunks = size, None
+                self._library.upload(block + offset, first + offset, count, chunks.ctypes.data, CHUNK_BYTES,
+                                     len(chunks), self.stream)
+        self._unpin(chunks)
         return {name: block + address - first for name, address in addresses.items()}
 
     def state(self, num_bytes):
@@ -254,6 +260,11 @@ class DeviceMemory:
         call("cuMemHostRegister", array.ctypes.data, array.nbytes, flags | driver().CU_MEMHOSTREGISTER_DEVICEMAP)
         self._registered.append(array)
         return array
+
+    def _unpin(self, array):
+        if any(array is pinned for pinned in self._registered):
+            self._registered = [pinned for pinned in self._registered if pinned is not array]
+            call("cuMemHostUnregister", array.ctypes.data)
 
     def launch(self, function, model, *sizes):
         self._enter()
@@ -434,30 +445,6 @@ def elapsed(enqueue, stream, repeat=3):
     for event in (start, end):
         call("cuEventDestroy", event)
     return min(seconds[1:])
-
-
-def pages(num_bytes):
-    """Memory that exists already when it is page-locked, in huge pages where there are any."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
-    array[::mmap.PAGESIZE] = 0
-    return array
-
-
-@contextlib.contextmanager
-def page_locked(array):
-    """Copies from the array are the bus's speed within. Where locking is refused they are slower, and nothing else."""
-    locked = True
-    try:
-        call("cuMemHostRegister", array.ctypes.data, array.nbytes, 0)
-    except ColibriError:
-        locked = False
-    try:
-        yield
-    finally:
-        if locked:
-            call("cuMemHostUnregister", array.ctypes.data)
 
 
 def parts(num_bytes):

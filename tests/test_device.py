@@ -1,6 +1,5 @@
 """What the GPU's side says and does on machines that lack something, with a made-up driver; no GPU is needed."""
 
-import contextlib
 import enum
 import os
 import re
@@ -148,19 +147,6 @@ def test_buckets():
     assert sizes[:10] == [0, 1, 2, 4, 4, 8, 8, 8, 8, 16] and sizes[64:67] == [64, 100, 100] and len(sizes) == 101
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_page_locked_memory_is_unlocked_again(use, fails):
-    locked, ok = set(), Status.CUDA_SUCCESS
-    use(Driver(cuMemHostRegister=lambda address, size, _: (locked.add((address, size)) or ok,),
-               cuMemHostUnregister=lambda address: (locked.remove((address, 4096)) or ok,)))
-    array = device.pages(4096)
-    with pytest.raises(ValueError) if fails else contextlib.nullcontext(), device.page_locked(array):
-        assert locked == {(array.ctypes.data, 4096)}
-        if fails:
-            raise ValueError
-    assert not locked
-
-
 @pytest.mark.parametrize("num_bytes", [1, 4096, 4097, 3 * 4096, 100_001])
 def test_parts_are_the_whole(monkeypatch, num_bytes):
     monkeypatch.setattr(device, "PART_BYTES", 4096)
@@ -169,12 +155,6 @@ def test_parts_are_the_whole(monkeypatch, num_bytes):
         assert offset == ends[-1] and 0 < count <= 4096
         ends.append(offset + count)
     assert ends[-1] == num_bytes and len(ends) == 1 + -(-num_bytes // 4096)
-
-
-def test_memory_that_cannot_be_locked_is_used_as_it_is(use):
-    use(Driver(cuMemHostRegister=lambda *_: (Status.CUDA_ERROR_OUT_OF_MEMORY,)))
-    with device.page_locked(device.pages(4096)):
-        pass
 
 
 def test_auto_runs_on_the_host_and_says_why(use, monkeypatch, moe_32):
@@ -210,17 +190,21 @@ def test_f32_weights_run_on_the_host_under_auto(use, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32):
-    """The GPU's context is given back; where the run asks for a GPU in any way, it is an error."""
-    ok, open_contexts = Status.CUDA_SUCCESS, []
+@pytest.mark.parametrize("locks", [True, False])
+def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32, locks):
+    """The GPU's context is given back, and what was page-locked, where that is not refused; where the run asks for a GPU
+    in any way, it is an error."""
+    ok, open_contexts, locked = Status.CUDA_SUCCESS, [], []
     flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     use(Driver(cuMemGetInfo=lambda: (ok, 1 << 20, 8 << 30), cuCtxSetCurrent=lambda _: (ok,), CUstream_flags=flags,
                CUstreamCaptureMode=flags, cuDevicePrimaryCtxRetain=lambda _: open_contexts.append(1) or (ok, 1),
                cuDevicePrimaryCtxRelease=lambda _: open_contexts.pop() and (ok,), cuStreamCreate=lambda _: (ok, 1),
-               cuStreamDestroy=lambda _: (ok,)))
+               cuStreamDestroy=lambda _: (ok,), CU_MEMHOSTREGISTER_DEVICEMAP=2, cuMemHostRegister=lambda *array: (
+                   locked.append(array[0]) or ok if locks else Status.CUDA_ERROR_OUT_OF_MEMORY,),
+               cuMemHostUnregister=lambda address: (locked.remove(address) or ok,)))
     monkeypatch.setattr(engine, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened, opened.session() as session:
-        assert opened.path.startswith("host") and not open_contexts
+        assert opened.path.startswith("host") and not open_contexts and not locked
         assert opened.why_host.startswith("GPU memory: ") and "0.00 GiB free; lower --batch-size" in opened.why_host
         assert np.isfinite(session.prefill(b"hello")).all()
     for asked in ({"backend": "cuda"}, {"dispatch": "combo"}):
