@@ -223,13 +223,18 @@ class DeviceMemory:
         first = min(addresses.values())
         size = max(view.ctypes.data + view.nbytes for view in checkpoint.tensors.values()) - first
         block = self._allocate(size)
-        chunks, self._chunks, self._copied = self._chunks, None, size
+        with self._timed("kernels"):
+            self._upload(0, 0, 0)  # the CUDA runtime loads them at its first call
         with self._timed("weights"):
             for offset, count in parts(size):
-                self._library.upload(block + offset, first + offset, count, chunks.ctypes.data, CHUNK_BYTES,
-                                     len(chunks), self.stream)
-        self._unpin(chunks)
+                self._upload(block + offset, first + offset, count)
+        self._unpin(self._chunks)
+        self._chunks, self._copied = None, size
         return {name: block + address - first for name, address in addresses.items()}
+
+    def _upload(self, target, source, num_bytes):
+        self._library.upload(target, source, num_bytes, self._chunks.ctypes.data, CHUNK_BYTES, len(self._chunks),
+                             self.stream)
 
     def state(self, num_bytes):
         block = self._allocate(num_bytes)

@@ -168,20 +168,16 @@ __device__ __forceinline__ void store_sums(float (*sums)[SUM_ROWS], const float 
         for (int i = 0; i < 4; i++) sums[token + i % 2][tile * 16 + row + i / 2 * 8] = acc[tile][i];
 }
 
-/* A block's barriers between the warps that multiply and the one that finishes. */
-enum { SUMS_READ = 1, WARPS_MET, SUMS_WRITTEN };
-
-__device__ __forceinline__ void meet(int barrier, int threads) {
-    asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
+/* All warps of the block, wherever they are: three times for each 8 tokens of an item. */
+__device__ __forceinline__ void meet() { asm volatile("barrier.cta.sync 0;" ::: "memory"); }
 
 /* The multiplying warps' sums of 8 tokens into shared memory, as those of pairs of warps. */
 __device__ __forceinline__ void hand_over(Shared &s, float (&acc)[4][4]) {
     int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
     float (*sums)[SUM_ROWS] = s.sums[warp % (WARPS / 2)];
-    meet(SUMS_READ, THREADS);
+    meet(); /* the last sums have been read */
     if (warp >= WARPS / 2) store_sums(sums, acc);
-    meet(WARPS_MET, WARPS * 32);
+    meet();
     if (warp < WARPS / 2) {
 #pragma unroll
         for (int tile = 0; tile < 4; tile++)
@@ -189,7 +185,7 @@ __device__ __forceinline__ void hand_over(Shared &s, float (&acc)[4][4]) {
             for (int i = 0; i < 4; i++) acc[tile][i] += sums[token + i % 2][tile * 16 + row + i / 2 * 8];
         store_sums(sums, acc);
     }
-    meet(SUMS_WRITTEN, THREADS);
+    meet(); /* the sums are whole */
 }
 
 __device__ __forceinline__ float add_warps(const Shared &s, int token, int row) {
@@ -264,8 +260,7 @@ template <class P> __device__ void finish_items(Shared &s, const Job &job, int n
         const Tile tile = s.tiles[at.tile];
         for (int first = 0; first < tile.count; first += 8) {
             int count = min(tile.count - first, 8);
-            meet(SUMS_READ, THREADS);
-            meet(SUMS_WRITTEN, THREADS);
+            for (int i = 0; i < 3; i++) meet(); /* as in hand_over */
             if (threadIdx.x % 32 == 0) s.queue[at.turn % QUEUE] = UNKNOWN; /* all warps know it */
             if constexpr (P::SPLITS == 1) {
                 write_outputs<P>(job, tile.expert, at.panel, count, s.assignments + tile.first + first,
