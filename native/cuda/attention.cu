@@ -24,25 +24,46 @@ constexpr int TILES = NUM_HEADS / QUERIES;
 
 /* Positions of one block: at most 64 chunks of a sequence, as far as shared memory allows. */
 constexpr int chunk_positions() {
-    int positions = round_up(ceil_div(MAX_SEQ_LEN, 64), THREADS);
+    int positions = round_up(ceil_div(MAX_SEQ_LEN, 64), 64);
     return positions > 1024 ? 1024 : positions;
 }
 constexpr int CHUNK = chunk_positions();
 constexpr int CHUNKS = ceil_div(MAX_SEQ_LEN, CHUNK);
 
-constexpr int VECTOR = HEAD_DIM % 4 == 0 ? 4 : 2;
-using vector_t = std::conditional_t<VECTOR == 4, float4, float2>;
+/* The largest power of two that is at most both; the first is one. */
+constexpr int at_most(int power, int limit) { return power <= limit ? power : at_most(power / 2, limit); }
 
-constexpr int LANES = V_HEAD_DIM < THREADS ? V_HEAD_DIM : THREADS;  /* threads that share a row of values ... */
-constexpr int STREAMS = THREADS / LANES;                           /* ... and rows that are summed side by side */
-constexpr int PER_LANE = ceil_div(V_HEAD_DIM, LANES);
-constexpr int OUTPUTS = QUERIES * V_HEAD_DIM;           /* of a block ... */
-constexpr int PER_THREAD = ceil_div(OUTPUTS, THREADS); /* ... and those that a thread keeps */
+template <int N> struct alignas(N * 4) Vector { float of[N]; };
+
+/* How threads share rows of COLUMNS floats: LANES a row, as many rows at once as there are threads, and each thread
+ * asks for those of several rounds before it waits. */
+template <int COLUMNS, int MOST_LANES> struct Rows {
+    static constexpr int WIDTH = COLUMNS % 4 == 0 ? 4 : COLUMNS % 2 == 0 ? 2 : 1;
+    using vector_t = Vector<WIDTH>;
+    static constexpr int VECTORS = COLUMNS / WIDTH;
+    static constexpr int LANES = at_most(MOST_LANES, VECTORS), PER_LANE = ceil_div(VECTORS, LANES);
+    static constexpr int AT_ONCE = THREADS / LANES, ROUNDS = at_most(8, ceil_div(32, PER_LANE * WIDTH));
+
+    /* The lane's vectors of a row; past its end, the last one's. */
+    __device__ static void load(vector_t (&to)[PER_LANE], const float *row) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) to[i] = ((const vector_t *)row)[min(vector(i), VECTORS - 1)];
+    }
+    __device__ static int vector(int i) { return threadIdx.x % LANES + i * LANES; }
+    __device__ static bool is_within(int i) { return VECTORS % LANES == 0 || vector(i) < VECTORS; }
+};
+using Keys = Rows<HEAD_DIM, 8>;
+using Values = Rows<V_HEAD_DIM, THREADS>;
+constexpr int STREAMS = Values::AT_ONCE;       /* rows of values that are summed side by side */
+constexpr int OUTPUTS = QUERIES * V_HEAD_DIM;  /* of a block ... */
+constexpr int PER_THREAD = ceil_div(OUTPUTS / Values::WIDTH, THREADS); /* ... and vectors of them that a thread keeps */
 
 struct Shared {
     alignas(16) float query[QUERIES][HEAD_DIM]; /* read as vectors */
-    float score[CHUNK][QUERIES]; /* then exp(score - maximum) */
-    float stream[STREAMS][OUTPUTS];
+    union {
+        float score[CHUNK][QUERIES]; /* then exp(score - maximum) */
+        alignas(16) float stream[STREAMS][OUTPUTS];
+    };
     float maximum[QUERIES], sum[QUERIES];
 };
 
@@ -60,44 +81,63 @@ template <bool WINDOW> __device__ int64_t row_of(const Seen &seen, int p) {
 
 /* softmax(scores) v of one or more chunks is value / sum; maximum is what exp was taken relative to. */
 struct Partial {
-    float maximum, sum, value;
+    float maximum, sum;
+    Values::vector_t value;
 };
 
 /* What a block leaves for the last of its token and tile. */
 struct ChunkResult {
-    float maximum[QUERIES], sum[QUERIES], value[OUTPUTS];
+    Values::vector_t value[OUTPUTS / Values::WIDTH];
+    float maximum[QUERIES], sum[QUERIES];
 };
 
+/* A thread's i-th vector of outputs, and its query. */
+__device__ __forceinline__ int output_vector(int i) { return threadIdx.x + i * THREADS; }
+__device__ __forceinline__ bool is_output(int i) { return output_vector(i) < OUTPUTS / Values::WIDTH; }
+__device__ __forceinline__ int query_of(int i) { return output_vector(i) * Values::WIDTH / V_HEAD_DIM; }
+
 /* Written with explicit roundings, so that both places it is inlined in give the same bits. */
-__device__ void merge(Partial &all, Partial next) {
+__device__ __forceinline__ void merge(Partial &all, const Partial &next) {
     float maximum = fmaxf(all.maximum, next.maximum);
     float old_scale = expf(all.maximum - maximum), new_scale = expf(next.maximum - maximum);
     all.sum = __fmaf_rn(all.sum, old_scale, __fmul_rn(next.sum, new_scale));
-    all.value = __fmaf_rn(all.value, old_scale, __fmul_rn(next.value, new_scale));
+#pragma unroll
+    for (int v = 0; v < Values::WIDTH; v++)
+        all.value.of[v] = __fmaf_rn(all.value.of[v], old_scale, __fmul_rn(next.value.of[v], new_scale));
     all.maximum = maximum;
 }
 
-template <typename Vector> __device__ void add_product(float &sum, Vector a, Vector b) {
-    sum += a.x * b.x, sum += a.y * b.y;
-    if constexpr (sizeof(Vector) == sizeof(float4)) sum += a.z * b.z, sum += a.w * b.w;
-}
-
-/* score[p] = scale * q k[p], a thread a position. */
+/* score[p] = scale * q k[p], Keys::LANES threads a position. */
 template <bool WINDOW>
 __device__ void score_positions(Shared &s, const Seen &seen, int first, int num_positions, float scale) {
-    for (int p = threadIdx.x; p < num_positions; p += THREADS) {
-        const float *row = seen.keys + row_of<WINDOW>(seen, first + p) * HEAD_DIM;
-        const vector_t *key = reinterpret_cast<const vector_t *>(row);
-        float dot[QUERIES] = {};
-#pragma unroll 4
-        for (int d = 0; d < HEAD_DIM / VECTOR; d++) {
-            vector_t k = key[d];
+    constexpr int ROUNDS = Keys::ROUNDS;
+    for (int start = threadIdx.x / Keys::LANES; start - (int)threadIdx.x / Keys::LANES < num_positions;
+         start += Keys::AT_ONCE * ROUNDS) {
+        Keys::vector_t key[ROUNDS][Keys::PER_LANE];
 #pragma unroll
-            for (int q = 0; q < QUERIES; q++)
-                add_product(dot[q], reinterpret_cast<const vector_t *>(s.query[q])[d], k);
+        for (int r = 0; r < ROUNDS; r++) {
+            int p = min(start + r * Keys::AT_ONCE, num_positions - 1);
+            Keys::load(key[r], seen.keys + row_of<WINDOW>(seen, first + p) * HEAD_DIM);
         }
 #pragma unroll
-        for (int q = 0; q < QUERIES; q++) s.score[p][q] = dot[q] * scale;
+        for (int q = 0; q < QUERIES; q++) {
+            float dot[ROUNDS] = {};
+#pragma unroll
+            for (int i = 0; i < Keys::PER_LANE; i++) {
+                if (!Keys::is_within(i)) continue;
+                Keys::vector_t query = ((const Keys::vector_t *)s.query[q])[Keys::vector(i)];
+#pragma unroll
+                for (int r = 0; r < ROUNDS; r++)
+#pragma unroll
+                    for (int v = 0; v < Keys::WIDTH; v++) dot[r] += query.of[v] * key[r][i].of[v];
+            }
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++) {
+                for (int step = Keys::LANES / 2; step > 0; step /= 2) dot[r] += __shfl_xor_sync(~0u, dot[r], step);
+                int p = start + r * Keys::AT_ONCE;
+                if (threadIdx.x % Keys::LANES == 0 && p < num_positions) s.score[p][q] = dot[r] * scale;
+            }
+        }
     }
 }
 
@@ -106,40 +146,50 @@ __device__ void exponentiate(Shared &s, int num_positions) {
     int lane = threadIdx.x % 32;
     for (int q = threadIdx.x / 32; q < QUERIES; q += THREADS / 32) {
         float maximum = -INFINITY, sum = 0.0f;
+#pragma unroll 1
         for (int p = lane; p < num_positions; p += 32) maximum = fmaxf(maximum, s.score[p][q]);
-        for (int step = 16; step > 0; step /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
+        maximum = warp_max(maximum);
+#pragma unroll 1
         for (int p = lane; p < num_positions; p += 32) sum += s.score[p][q] = expf(s.score[p][q] - maximum);
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        sum = warp_sum(sum);
         if (lane == 0) s.maximum[q] = maximum, s.sum[q] = sum;
     }
 }
 
 /* stream[i] = the sum over positions i, i + STREAMS, ... of score * value. */
 template <bool WINDOW> __device__ void sum_values(Shared &s, const Seen &seen, int first, int num_positions) {
-    int stream = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    if (stream >= STREAMS) return;
-    float acc[QUERIES][PER_LANE] = {};
-#pragma unroll 8
-    for (int p = stream; p < num_positions; p += STREAMS) {
-        const float *values = seen.values + row_of<WINDOW>(seen, first + p) * V_HEAD_DIM;
+    constexpr int ROUNDS = Values::ROUNDS;
+    int stream = threadIdx.x / Values::LANES;
+    Values::vector_t acc[QUERIES][Values::PER_LANE] = {};
+    for (int start = stream; start < num_positions; start += STREAMS * ROUNDS) {
+        Values::vector_t value[ROUNDS][Values::PER_LANE];
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            int d = lane + i * LANES;
-            float value = d < V_HEAD_DIM ? values[d] : 0.0f;
+        for (int r = 0; r < ROUNDS; r++) {
+            int p = min(start + r * STREAMS, num_positions - 1);
+            Values::load(value[r], seen.values + row_of<WINDOW>(seen, first + p) * V_HEAD_DIM);
+        }
 #pragma unroll
-            for (int q = 0; q < QUERIES; q++) acc[q][i] += s.score[p][q] * value;
+        for (int r = 0; r < ROUNDS; r++) {
+            int p = start + r * STREAMS;
+            if (p >= num_positions) break;
+#pragma unroll
+            for (int q = 0; q < QUERIES; q++)
+#pragma unroll
+                for (int i = 0; i < Values::PER_LANE; i++)
+#pragma unroll
+                    for (int v = 0; v < Values::WIDTH; v++) acc[q][i].of[v] += s.score[p][q] * value[r][i].of[v];
         }
     }
+    __syncthreads(); /* the scores have been read, and streams take their place */
 #pragma unroll
     for (int q = 0; q < QUERIES; q++)
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            int d = lane + i * LANES;
-            if (d < V_HEAD_DIM) s.stream[stream][q * V_HEAD_DIM + d] = acc[q][i];
-        }
+        for (int i = 0; i < Values::PER_LANE; i++)
+            if (Values::is_within(i))
+                ((Values::vector_t *)(s.stream[stream] + q * V_HEAD_DIM))[Values::vector(i)] = acc[q][i];
 }
 
-/* One chunk; a thread gets outputs threadIdx.x, threadIdx.x + THREADS, ... of [query][V_HEAD_DIM]. */
+/* One chunk: a thread's outputs of it. */
 template <bool WINDOW>
 __device__ void attend(Partial (&out)[PER_THREAD], Shared &s, const Seen &seen, int first, int num_positions,
                        float scale) {
@@ -152,11 +202,21 @@ __device__ void attend(Partial (&out)[PER_THREAD], Shared &s, const Seen &seen, 
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        int output = threadIdx.x + i * THREADS;
-        if (output >= OUTPUTS) continue;
-        out[i] = {s.maximum[output / V_HEAD_DIM], s.sum[output / V_HEAD_DIM], 0.0f};
-        for (int stream = 0; stream < STREAMS; stream++) out[i].value += s.stream[stream][output];
+        if (!is_output(i)) continue;
+        out[i] = {s.maximum[query_of(i)], s.sum[query_of(i)], {}};
+        for (int stream = 0; stream < STREAMS; stream++) {
+            Values::vector_t value = ((const Values::vector_t *)s.stream[stream])[output_vector(i)];
+#pragma unroll
+            for (int v = 0; v < Values::WIDTH; v++) out[i].value.of[v] += value.of[v];
+        }
     }
+}
+
+/* What another block has written, past this SM's cache. */
+__device__ __forceinline__ Values::vector_t read_vector(const Values::vector_t *from) {
+    using bits_t = std::conditional_t<Values::WIDTH == 4, float4, std::conditional_t<Values::WIDTH == 2, float2, float>>;
+    bits_t bits = __ldcg((const bits_t *)from);
+    return *(Values::vector_t *)&bits;
 }
 
 /* Publishes this block's chunk; true in the last of the (token, tile)'s blocks, with all chunks merged in out. */
@@ -164,11 +224,10 @@ __device__ bool merge_chunks(Partial (&out)[PER_THREAD], ChunkResult *chunks, in
     __shared__ bool last;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        int output = threadIdx.x + i * THREADS, query = output / V_HEAD_DIM;
-        if (output >= OUTPUTS) continue;
-        chunks[chunk].value[output] = out[i].value;
-        if (output % V_HEAD_DIM > 0) continue;
-        chunks[chunk].maximum[query] = out[i].maximum, chunks[chunk].sum[query] = out[i].sum;
+        if (!is_output(i)) continue;
+        chunks[chunk].value[output_vector(i)] = out[i].value;
+        if (output_vector(i) * Values::WIDTH % V_HEAD_DIM > 0) continue;
+        chunks[chunk].maximum[query_of(i)] = out[i].maximum, chunks[chunk].sum[query_of(i)] = out[i].sum;
     }
     __threadfence();
     __syncthreads();
@@ -181,10 +240,11 @@ __device__ bool merge_chunks(Partial (&out)[PER_THREAD], ChunkResult *chunks, in
     __threadfence();
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        int output = threadIdx.x + i * THREADS, query = output / V_HEAD_DIM;
-        out[i] = {-INFINITY, 0.0f, 0.0f};
-        for (const ChunkResult *c = chunks; c < chunks + num_chunks && output < OUTPUTS; c++)
-            merge(out[i], {__ldcg(&c->maximum[query]), __ldcg(&c->sum[query]), __ldcg(&c->value[output])});
+        out[i] = {-INFINITY, 0.0f, {}};
+#pragma unroll 4
+        for (const ChunkResult *c = chunks; c < chunks + num_chunks && is_output(i); c++)
+            merge(out[i], {__ldcg(&c->maximum[query_of(i)]), __ldcg(&c->sum[query_of(i)]),
+                           read_vector(&c->value[output_vector(i)])});
     }
     return true;
 }
@@ -212,21 +272,22 @@ __global__ void __launch_bounds__(THREADS) attention_kernel(Arguments a, ChunkRe
     pdl_wait();
     pdl_trigger();
     int token = blockIdx.x, tile = blockIdx.y, chunk = blockIdx.z;
-    if (token >= a.batch->num_tokens) return;
-    int position = a.batch->positions[token];
+    int num_tokens = a.batch->num_tokens, position = a.batch->positions[token], slot = a.batch->slots[token];
+    if (token >= num_tokens) return;
     int first = WINDOW && position >= a.cache.window ? position - a.cache.window + 1 : 0;
     int num_positions = position - first + 1, num_chunks = (num_positions - 1) / CHUNK + 1;
     if (chunk >= num_chunks) return;
     const float *query = a.q + (int64_t)token * Q_STRIDE;
     for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS)
         s.query[i / HEAD_DIM][i % HEAD_DIM] = query[head_of(tile, i / HEAD_DIM) * HEAD_DIM + i % HEAD_DIM];
-    int64_t row = cache_row(a.cache, a.batch->slots[token], tile * QUERIES / GROUP, 0);
+    int64_t row = cache_row(a.cache, slot, tile * QUERIES / GROUP, 0);
     Seen seen = {a.keys + row * HEAD_DIM, a.values + row * V_HEAD_DIM, WINDOW ? first % a.cache.positions : 0,
                  a.cache.positions};
 
     Partial all[PER_THREAD];
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) all[i] = {-INFINITY, 0.0f, 0.0f};
+    for (int i = 0; i < PER_THREAD; i++) all[i] = {-INFINITY, 0.0f, {}};
+#pragma unroll 1
     for (; chunk < num_chunks; chunk++) {
         Partial one[PER_THREAD] = {};
         attend<WINDOW>(one, s, seen, chunk * CHUNK, min(CHUNK, num_positions - chunk * CHUNK), a.scale);
@@ -241,10 +302,13 @@ __global__ void __launch_bounds__(THREADS) attention_kernel(Arguments a, ChunkRe
     float *out = a.out + (int64_t)token * NUM_HEADS * V_HEAD_DIM;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        int output = threadIdx.x + i * THREADS, head = head_of(tile, output / V_HEAD_DIM);
-        if (output >= OUTPUTS) continue;
-        if (SINKS) merge(all[i], {a.sinks[head], 1.0f, 0.0f});
-        out[head * V_HEAD_DIM + output % V_HEAD_DIM] = all[i].value / all[i].sum;
+        if (!is_output(i)) continue;
+        int head = head_of(tile, query_of(i));
+        if (SINKS) merge(all[i], {a.sinks[head], 1.0f, {}});
+#pragma unroll
+        for (int v = 0; v < Values::WIDTH; v++) all[i].value.of[v] /= all[i].sum;
+        int column = output_vector(i) * Values::WIDTH % V_HEAD_DIM;
+        *(Values::vector_t *)(out + head * V_HEAD_DIM + column) = all[i].value;
     }
 }
 
