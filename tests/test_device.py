@@ -213,6 +213,29 @@ def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32,
         assert not open_contexts
 
 
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+def test_context_is_given_back_where_the_library_does_not_fit(use, monkeypatch, moe_32):
+    ok, log = Status.CUDA_SUCCESS, []
+    use(Driver(version=12080, cuDevicePrimaryCtxRetain=lambda _: log.append("retain") or (ok, 1),
+               cuDevicePrimaryCtxRelease=lambda _: log.append("release") or (ok,)))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    with engine.Engine(moe_32) as opened:
+        assert opened.path.startswith("host") and opened.why_host.startswith("NVIDIA driver: CUDA 12.8, expected ")
+    assert log == ["retain", "release"]
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
+    use(Driver(cuDevicePrimaryCtxRetain=lambda _: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    line = "GPU: cuDevicePrimaryCtxRetain=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; see python -m colibri.run --doctor"
+    with engine.Engine(moe_32) as opened:
+        assert opened.path.startswith("host") and opened.why_host == line
+    with pytest.raises(ColibriError) as error:
+        engine.Engine(moe_32, backend="cuda")
+    assert str(error.value) == line
+
+
 @pytest.mark.parametrize("dense, combinations", [((), 3 * 6), ((0,), 2 * 6 + 1), ((1, 2), 6 + 2)])
 def test_parts_of_a_step_follow_the_layers_routers(use, dense, combinations):
     """Three layers of 2 of 4 experts: after one without a router nothing is waited for, and one graph is made."""
