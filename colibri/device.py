@@ -127,6 +127,7 @@ class Opening:
     """
 
     def __init__(self):
+        self._started, self._ended = time.perf_counter(), None
         self._context = self._error = None
         self.chunks = np.empty((min(COPY_THREADS, usable_processors()), 2, CHUNK_BYTES), np.uint8)
         self._thread = threading.Thread(target=self._open)
@@ -137,6 +138,11 @@ class Opening:
             self._context = call("cuDevicePrimaryCtxRetain", gpu().handle)
         except ColibriError as error:
             self._error = error
+        self._ended = time.perf_counter()
+
+    def elapsed(self):
+        """Seconds that it has taken until now."""
+        return (self._ended or time.perf_counter()) - self._started
 
     def context(self):
         """Waits for it, and makes it this thread's."""
@@ -190,7 +196,8 @@ class DeviceMemory:
         self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
         self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
         self._steps, self._bytes, self._routing, self._staging = 0, {}, {}, None
-        self._chunks = opening.chunks
+        self._chunks, self.overlap = opening.chunks, opening.elapsed()
+        self.seconds["context"] = self.overlap
         with self._timed("context"):
             self._context = opening.context()
             with contextlib.suppress(ColibriError):  # where page-locking is refused, copies are slower, and that is all

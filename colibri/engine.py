@@ -70,7 +70,7 @@ class Engine:
         self._free_slots = list(range(self.num_slots))[::-1]
         self.path = self.library.path(self.memory.code).decode()
         whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
-        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit"))
+        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit")) - self.memory.overlap
         self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
 
     def _place(self, memory, dispatch):

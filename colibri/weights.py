@@ -37,9 +37,10 @@ class HostMemory:
       figures()             -> what a run's figures say about this memory, {} or {"device": {...}}
       usage()               -> what a server watches, {} or {"bytes": {use: bytes}, "graphs": GraphCache.statistics()}
       seconds               what opening took, {part of a cold start: seconds}
+      overlap               seconds of those that passed while the library was loaded
     """
 
-    stream = None
+    stream, overlap = None, 0.0
 
     def __init__(self, library, dispatch=None):
         if dispatch:
