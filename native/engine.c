@@ -85,8 +85,11 @@ int colibri_check(const void *model) {
     if (b->fault == FAULT_ROUTER_LOGIT)
         return fail("layers.%d.router: logits of token %d are NaN, +inf or fewer than k=%d finite, expected finite; "
                     "the weights or the input hold NaN or inf", b->fault_layer, b->fault_token, K);
-    if (b->fault == FAULT_LOGIT)
+    if (b->fault == FAULT_LOGIT) {
+        int row = 0;
+        while (row < b->num_logits - 1 && b->sampled[row] >= 0) row++;
         return fail("lm_head: logits of token %d hold NaN, expected numbers; the weights hold NaN or inf",
-                    b->fault_token);
+                    b->logit_rows[row]);
+    }
     return 0;
 }

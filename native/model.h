@@ -34,7 +34,7 @@ typedef struct Batch {
     int32_t num_logits;
     int32_t sample;                     /* 0: logits only */
     int32_t fault;                      /* 0, or FAULT_*; written by the device */
-    int32_t fault_layer;
+    int32_t fault_layer;                /* of FAULT_ROUTER_LOGIT, as fault_token; FAULT_LOGIT is where -1 was sampled */
     int32_t fault_token;
     int32_t tokens[MAX_TOKENS];
     int32_t positions[MAX_TOKENS];

@@ -206,7 +206,7 @@ def test_sampling(pair, rows):
 
 def test_nan_logit_is_a_fault(pair):
     logits = np.zeros((5, pair.header["vocab_size"]), np.float32)
-    logits[3, -1] = np.nan
+    logits[3, -1] = logits[4] = np.nan
     pair.write("logits", logits)
     pair.begin(5, sample=1, temperature=[0] * 5, logit_rows=[4, 3, 2, 1, 0])
     with pytest.raises(Exception, match="lm_head: logits of token 1 hold NaN"):

@@ -411,13 +411,14 @@ def test_sampling_follows_the_probabilities():
 
 
 def test_nan_logits_are_an_error():
+    """The first row that has them is named."""
     _, host = transformer()
-    host.begin(2, tokens=[0, 0], positions=[0, 1], slots=[0, 0], num_logits=1, logit_rows=[1], temperature=[0],
-               sample=1)
-    host.state["logits"][0] = 0
-    host.state["logits"][0, 130] = np.nan
+    host.begin(3, tokens=[0] * 3, positions=[0, 1, 2], slots=[0] * 3, num_logits=3, logit_rows=[2, 1, 0],
+               temperature=[0] * 3, sample=1)
+    host.state["logits"][:2] = 0
+    host.state["logits"][1, 130] = host.state["logits"][2] = np.nan
     with pytest.raises(ColibriError, match="^lm_head: logits of token 1 hold NaN"):
-        host.run("sample", 1)
+        host.run("sample", 3)
     host.batch["sample"] = 0
 
 

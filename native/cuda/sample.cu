@@ -169,7 +169,8 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(Batch *result, const fl
     }
     if (threadIdx.x > 0) return;
     result->sampled[i] = token;
-    if (token < 0 && atomicCAS_system(&result->fault, 0, FAULT_LOGIT) == 0) result->fault_token = batch->logit_rows[i];
+    volatile int32_t *fault = &result->fault;
+    if (token < 0 && *fault == 0) *fault = FAULT_LOGIT;
 }
 
 } // namespace

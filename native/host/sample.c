@@ -105,7 +105,6 @@ int host_sample(Model *m, int num_logits) {
     for (int i = 0; i < num_logits; i++)
         if (b->sampled[i] < 0) {
             b->fault = FAULT_LOGIT;
-            b->fault_token = b->logit_rows[i];
             return colibri_check(m);
         }
     return 0;
