@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "http": ("connection", "metrics", "requests", "errors"),
     "server": ("arrays", "connection", "http", "listen", "log", "metrics", "requests", "scheduler", "stdio", "errors"),
     "serve": ("build", "engine", "listen", "scheduler", "http", "server", "errors"),
-    "doctor": ("build", "checkpoint", "device", "engine", "errors", "native"),
+    "doctor": ("build", "checkpoint", "weights", "device", "engine", "errors", "native"),
     "run": ("headers", "checkpoint", "build", "engine", "report", "doctor", "text", "arrays", "serve", "log",
             "errors"),
 }
