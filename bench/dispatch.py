@@ -167,4 +167,5 @@ if __name__ == "__main__":
     try:
         main()
     except ColibriError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(2)

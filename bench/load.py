@@ -153,7 +153,8 @@ def main():
     parser.add_argument("--options", default="", metavar="TEXT", help="more options of the service")
     options = parser.parse_args()
     if options.png and not importlib.util.find_spec("matplotlib"):
-        parser.error("--png: matplotlib is not installed, expected it for a plot; run pip install matplotlib")
+        print("--png: matplotlib is not installed, expected it for a plot; run pip install matplotlib", file=sys.stderr)
+        return 2
     rows = []
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -167,7 +168,8 @@ def main():
             sys.stdout.flush()
     if options.png:
         draw(rows, options.png)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -116,7 +116,9 @@ def raise_limit(macro, value):
 def make_command(checkpoint, arch="host"):
     """The command that a user would type for this model."""
     command = ["make"] + ([] if arch == "host" else [f"ARCH={arch}"])
-    return command + ([f"MODEL={checkpoint.path}"] if defines(checkpoint.header) else [])
+    command += [f"MODEL={checkpoint.path}"] if defines(checkpoint.header) else []
+    options = " ".join(os.environ.get("DEFINES", "").split())
+    return command + ([f"DEFINES={options}" if " " not in options else f"DEFINES='{options}'"] if options else [])
 
 
 def compare(library, checkpoint):

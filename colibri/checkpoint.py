@@ -43,6 +43,8 @@ class Checkpoint:
             self.path = os.fsdecode(path)
         except TypeError:
             raise ColibriError(f"model: {path}, expected the name of a file") from None
+        if not self.path:
+            raise ColibriError("model: '', expected the name of a file")
         self._headers = headers.default()
         self._constants = self._headers.constants
         self.data = _map(self.path)

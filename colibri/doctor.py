@@ -30,7 +30,7 @@ def report(path=None):
               for name in models]
     others = len({*glob.glob(str(build.ROOT / "build" / "*" / "libcolibri.so"))} - used)
     if path is None and others:
-        lines.append(("libraries", f"{others} of other models or older sources in build/; make clean removes all there"))
+        lines.append(("libraries", f"{others} more in build/, of other models, options or sources; make clean removes all there"))
     lines.append(("to build", attempt(make_command)))
     width = min(max(len(label) for label, _ in lines), 24) + 2
     fill = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * width, break_on_hyphens=False, break_long_words=False)

@@ -51,7 +51,7 @@ class Engine:
         self.num_slots = _between("num_slots", num_slots, None, 1, MAX_SLOTS)
         self.num_layers = _between("num_layers", num_layers, header["num_layers"], 1, header["num_layers"])
         if dispatch not in (None, *DISPATCH):
-            raise ColibriError(f"--dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
+            raise ColibriError(f"dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
         opened = time.perf_counter()
         self.library, memory, self.why_host = load_library(self.checkpoint, backend, build)
         loaded = time.perf_counter()
@@ -506,12 +506,11 @@ def check_sampler(sampler, prefix=""):
 
 def check_threads(threads):
     """The number of threads, or the default for None."""
-    processors = usable_processors()
-    threads = _between("threads", threads, min(processors, MAX_THREADS), 1, MAX_THREADS)
-    if threads > THREADS_PER_PROCESSOR * processors:
-        raise ColibriError(f"threads: {threads}, expected at most {THREADS_PER_PROCESSOR * processors}, "
-                           f"{THREADS_PER_PROCESSOR} for each processor that this process may use; lower it")
-    return threads
+    return _between("threads", threads, min(usable_processors(), MAX_THREADS), 1, most_threads())
+
+
+def most_threads():
+    return min(MAX_THREADS, THREADS_PER_PROCESSOR * usable_processors())
 
 
 def _check_samplers(samplers, count):
@@ -555,7 +554,7 @@ def _between(name, value, default, low, high):
     if value is None:
         return default
     if not isinstance(value, Integral):
-        raise ColibriError(f"{name}: {value}, expected an integer, {low} to {high}")
+        raise ColibriError(f"{name}: {value!r}, expected an integer, {low} to {high}")
     if not low <= value <= high:
         raise ColibriError(f"{name}: {value}, expected {low} to {high}")
     return value

@@ -132,7 +132,7 @@ def table(figures):
     decode, prefill = figures["decode_tokens_per_s"], figures["prefill_tokens_per_s"]
     note = f" ({figures['why_host']})" if figures["why_host"] else ""
     lines = [
-        ("backend", f"{figures['backend']}, {_count(figures['threads'], 'thread')}{note}"),
+        ("backend", f"{figures['backend']}, {counted(figures['threads'], 'thread')}{note}"),
         ("library", figures["library"]),
         ("cold start", f"{sum(cold.values()):.1f} ms: "
                        + ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in cold.items())),
@@ -156,7 +156,7 @@ def _rate(figures):
     if "fraction_of_read_bandwidth" not in figures and figures["itl_ms"]["count"] >= MIN_STEPS:
         return "no rate: too little memory to measure this machine's"
     if "fraction_of_read_bandwidth" not in figures:
-        return f"no rate: {_count(figures['itl_ms']['count'], 'step')} decoded, fewer than {MIN_STEPS}"
+        return f"no rate: {counted(figures['itl_ms']['count'], 'step')} decoded, fewer than {MIN_STEPS}"
     return (f"{figures['weight_gb_per_s']:.1f} GB/s: {figures['fraction_of_read_bandwidth']:.2f} of this machine's "
             f"{figures['read_gb_per_s']:.1f} GB/s")
 
@@ -189,7 +189,7 @@ def _times(figures):
     return f"{values} ms ({figures['count']} measured)"
 
 
-def _count(number, what):
+def counted(number, what):
     """"1 thread", "2 threads"."""
     return f"{number} {what}" + ("s" if number != 1 else "")
 

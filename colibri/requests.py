@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from colibri.arrays import Rows, check_replaceable
 from colibri.engine import Sampler, check_sampler
 from colibri.errors import ColibriError
-from colibri.report import percentile
+from colibri.report import counted, percentile
 from colibri.text import Pieces, codec
 
 MAX_ID = 128           # characters; a number as an id has 64 bits
@@ -176,7 +176,8 @@ class Reader:
         count = _integer(values, "max_new_tokens", 1, None, label)
         if count > room:
             raise Refused(f"{label['max_new_tokens']}: {_shown(count)}, expected at most {room} after a prompt of "
-                          f"{len(request.prompt)} tokens in a context of {self._engine.context}; lower it", "too_long")
+                          f"{counted(len(request.prompt), 'token')} in a context of {self._engine.context}; lower it",
+                          "too_long")
         return count
 
     def _stack(self, request, values):

@@ -4,18 +4,10 @@ import os
 import signal
 import sys
 
-
-def _give_up(_, error, __):
-    """A line for what goes wrong during the imports, such as a memory limit that leaves no room for them."""
-    cause = str(error).strip().rpartition("\n")[2] or type(error).__name__
-    os.write(2, f"python -m colibri.run: imports: {cause}, expected memory and the packages of setup.cfg; raise the "
-                "limit, or install again\n".encode())
-    os._exit(2)
-
+from colibri.errors import ColibriError, guard_imports
 
 if __name__ == "__main__":  # during the imports: command() takes over
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
-    sys.excepthook = _give_up
+    guard_imports("python -m colibri.run")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have no work here, and take memory
 
 import argparse
@@ -28,8 +20,7 @@ import numpy as np
 from colibri import build, report, serve
 from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
 from colibri.checkpoint import Checkpoint
-from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, MAX_THREADS, Engine, Sampler, check_sampler
-from colibri.errors import ColibriError
+from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, Engine, Sampler, check_sampler, most_threads
 from colibri.text import Stream, codec
 
 USAGE = """python -m colibri.run --model FILE [options]
@@ -81,7 +72,7 @@ def parse(arguments):
     add("--dispatch", type=_choice("--dispatch", DISPATCH), metavar="|".join(DISPATCH),
         help="how a GPU's steps are launched: one graph a size (default), one a combination of experts, or no graphs")
     add("--precapture", action="store_true", help="make a GPU's graphs for decoding ahead, not when first needed")
-    add("--threads", type=_int("--threads", 1, MAX_THREADS), metavar="N",
+    add("--threads", type=_int("--threads", 1, most_threads()), metavar="N",
         help="host threads (default: all processors; at most 4 for each of them)")
     add("--num-experts", type=_int("--num-experts", 1), metavar="N", help="check: the model must have so many experts")
     add("--k", type=_int("--k", 1), metavar="N", help="check: the model must use so many experts a token")
@@ -113,8 +104,11 @@ def parse(arguments):
     if options.model is None and not options.doctor:
         parser.error("the following arguments are required: --model")
     if unknown:
-        valid = " ".join(name for action in parser._actions for name in action.option_strings)
-        raise ColibriError(f"{unknown[0]}: unknown option, expected one of {valid}")
+        import difflib
+        known = [name for action in parser._actions for name in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], known, 1) if unknown[0].startswith("-") else []
+        raise ColibriError(f"{unknown[0][:80]}: unknown option, expected one that --help lists"
+                           + (f"; did you mean {near[0]}?" if near else ""))
     if options.doctor:
         _check_doctor(options, parser)
         from colibri import doctor
@@ -143,8 +137,8 @@ def _check_doctor(options, parser):
 def _check_kind(options):
     """An option that the kind of run would ignore is a mistake."""
     if options.kind == "stack" and not (options.input and options.output):
-        missing = "--output" if options.input else "--input"
-        raise ColibriError(f"{missing}: missing, expected with the other; hidden states go from --input to --output")
+        given, missing = ("--input", "--output") if options.input else ("--output", "--input")
+        raise ColibriError(f"{missing}: missing, expected with {given}; hidden states go from --input to --output")
     if options.prompt is not None and options.prompt_ids is not None:
         raise ColibriError("--prompt-ids: given, expected only without --prompt; leave one of them out")
     if options.kind == "stack" and os.path.realpath(options.input) == os.path.realpath(options.output):

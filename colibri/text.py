@@ -32,12 +32,18 @@ class Bytes(Codec):
 class Numbers(Codec):
     """Tokens as numbers, 17 4 25 or 17,4,25."""
 
+    def __init__(self, vocab_size):
+        self._vocab_size = vocab_size
+
     def encode(self, text):
         words = re.split(r"\s*,\s*|\s+", text.decode("utf-8", "replace").strip())
         if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
             wrong = next(word for word in words if not re.fullmatch(r"\d{1,9}", word))
             raise ColibriError(f"--prompt-ids: {wrong[:40]!r}, expected token numbers such as 17,4,25")
-        return [int(word) for word in words]
+        tokens = [int(word) for word in words]
+        if max(tokens) >= self._vocab_size:
+            raise ColibriError(f"--prompt-ids: {max(tokens)}, expected 0 to {self._vocab_size - 1}")
+        return tokens
 
     def decode(self, tokens):
         return " ".join(map(str, tokens)).encode()
@@ -75,7 +81,7 @@ def codec(checkpoint, is_numbers):
         raise ColibriError(f"{checkpoint.path}: vocab_size=0, expected tokens for a prompt; this is a bare stack of "
                            "MoE layers, use --input, or a latency run")
     if is_numbers:
-        return Numbers()
+        return Numbers(vocab_size)
     if checkpoint.tokenizer:
         return Tokenizer(checkpoint.tokenizer, checkpoint.path)
     if vocab_size != 256:

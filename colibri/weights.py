@@ -126,8 +126,8 @@ def largest_cache_bytes():
 
 
 def _needs_gpu(given):
-    raise ColibriError(f"{given}, expected only with a GPU; leave it out, or see why there is none with "
-                       "python -m colibri.run --doctor")
+    raise ColibriError(f"{given}, expected only on a GPU, and this runs on the host; leave it out, or see with "
+                       "python -m colibri.run --doctor whether there is a GPU")
 
 
 def pointers(checkpoint, addresses, structs):

@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__":  # Ctrl-C during the imports: main() takes over
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was written\n"), os._exit(130)))
+from colibri.errors import ColibriError, guard_imports
+
+if __name__ == "__main__":  # during the imports: main() takes over
+    guard_imports("python -m converter", "interrupted; nothing was written")
 
 import argparse
 import contextlib
@@ -16,7 +18,6 @@ import numpy as np
 from tqdm import tqdm
 
 from colibri import headers
-from colibri.errors import ColibriError
 from converter import bin_writer, config, inputs, inspection, interleave, mapped, sources, v1
 from converter.zip_reader import printable
 

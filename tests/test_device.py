@@ -271,9 +271,9 @@ def test_parts_of_a_step_follow_the_layers_routers(use, dense, combinations):
 
 
 def test_dispatch_is_for_a_gpu(moe_32):
-    with pytest.raises(ColibriError, match="--dispatch: combo, expected only with a GPU"):
+    with pytest.raises(ColibriError, match="--dispatch: combo, expected only on a GPU"):
         engine.Engine(moe_32, backend="host", dispatch="combo")
-    with pytest.raises(ColibriError, match="--dispatch: combos, expected one of device, combo, dynamic"):
+    with pytest.raises(ColibriError, match="^dispatch: combos, expected one of device, combo, dynamic"):
         engine.Engine(moe_32, backend="host", dispatch="combos")
 
 
@@ -299,7 +299,7 @@ def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
            r"make MODEL=a-model-with-a-long-name.bin does$")
     assert all(re.search(line, text, re.MULTILINE) for line in (ready, broken, new))
     others = {*(ROOT / "build").glob("*/libcolibri.so")} - {Path(build.library_path(Checkpoint(moe_32)))}
-    line = rf"^libraries +{len(others)} of other models or older sources in build/; make clean removes all there$"
+    line = rf"^libraries +{len(others)} more in build/, of other models, options or sources; make clean removes all there$"
     assert bool(re.search(line, text, re.MULTILINE)) == bool(others)
 
 

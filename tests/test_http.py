@@ -162,7 +162,7 @@ def message(text):
     ("completions", {"model": MODEL}, "prompt: missing, expected a string"),
     ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 0}, "max_tokens: 0, expected an integer, 1 or more"),
     ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 600},
-     "max_tokens: 600, expected at most 512 after a prompt of 1 tokens in a context of 512; lower it"),
+     "max_tokens: 600, expected at most 512 after a prompt of 1 token in a context of 512; lower it"),
     ("completions", {"model": MODEL, "prompt": "x", "max_new_tokens": 5},
      ('"max_new_tokens": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, '
       "seed, stream, deadline_ms, max_tokens")),

@@ -67,3 +67,13 @@ def test_a_clone_named_like_the_package_hides_nothing(tmp_path):
     found = subprocess.run([sys.executable, "-c", "import colibri.native; print(colibri.native.__file__)"],
                            cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.stdout.strip() == str(ROOT / "colibri" / "native.py"), found.stderr
+
+
+@pytest.mark.parametrize("name", ["colibri.run", "converter"])
+def test_missing_package_is_one_line(name):
+    """-S: without site-packages, as where the environment is not activated."""
+    result = subprocess.run([sys.executable, "-S", "-m", name, "--help"], cwd=ROOT, capture_output=True, text=True,
+                            check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (f"python -m {name}: imports: No module named 'numpy', expected the packages of setup.cfg; "
+                             "activate their environment (. .venv/bin/activate), or install them (pip install -e .)\n")

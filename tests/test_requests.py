@@ -89,10 +89,10 @@ BAD = [
      "deadline_ms: a number of more than 64 bits, expected an integer, 1 to 1099511627776"),
 ]
 TOO_LONG = [
-    (b'"max_new_tokens": 513', ("max_new_tokens: 513, expected at most 512 after a prompt of 1 tokens in a context of "
+    (b'"max_new_tokens": 513', ("max_new_tokens: 513, expected at most 512 after a prompt of 1 token in a context of "
                                "512; lower it")),
     (b'"max_new_tokens": 1' + b"0" * 400, ("max_new_tokens: a number of more than 64 bits, expected at most 512 after "
-                                          "a prompt of 1 tokens in a context of 512; lower it")),
+                                          "a prompt of 1 token in a context of 512; lower it")),
 ]
 CANCEL = [
     (b'{"cancel": 1, "id": 2}', '"id": unknown field, expected one of cancel'),
@@ -225,4 +225,4 @@ def test_text_for_a_model_of_words(tmp_path):
         with pytest.raises(Refused, match="words.bin: vocab_size=500 and no tokenizer, expected 256 for --prompt"):
             Reader(engine).request({"id": 1, "prompt": "x"})
         assert Reader(engine).request({"id": 1, "prompt_ids": [499]}).prompt == [499]
-    assert Numbers().decode([1, 2]) == b"1 2"
+    assert Numbers(500).decode([1, 2]) == b"1 2"
