@@ -13,7 +13,7 @@ BUILD   := build/$(ARCH)-$(shell printf '%s' '$(CONFIG)' | sha256sum | cut -c1-1
 NUMBER  := $(ARCH:sm_%=%)
 CUDA    := $(if $(filter sm_%,$(ARCH)),$(wildcard native/cuda/*.cu))
 OBJECTS := $(patsubst native/%,$(BUILD)/%.o,$(wildcard native/*.c native/host/*.c) $(CUDA))
-FLAGS   := -O3 -Inative -MMD $(CONFIG) $(if $(CUDA),-DCUDA_ARCH=$(NUMBER))
+FLAGS   := -O3 -Inative -MMD -MP $(CONFIG) $(if $(CUDA),-DCUDA_ARCH=$(NUMBER))
 WHOLE    = -MF $(@:.o=.d) -MT $@ -c -o $@.$$$$ $< && mv $@.$$$$ $@
 TARGET  := $(NUMBER:90=90a)
 $(BUILD)/libcolibri.so: $(OBJECTS)

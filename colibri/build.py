@@ -23,7 +23,7 @@ from colibri.errors import ColibriError
 DERIVED = ("v_head_dim", "rotary_dim")
 ROOT = headers.NATIVE.parent
 DEFINE = re.compile(r"-D[A-Za-z_][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+")
-NUMBER = re.compile("0|[1-9][0-9]{0,8}")
+NUMBER = re.compile("0|[1-9][0-9]{0,7}")
 
 
 def library_path(checkpoint, arch="host", build=True):
@@ -100,8 +100,8 @@ def check_defines(checkpoint):
         shape = field in headers.default().structs["Config"].names and field in checkpoint.header
         least = 0 if shape else 1
         if not NUMBER.fullmatch(value) or int(value) < least:  # C takes 32+1 apart where it multiplies, and 064 as 52
-            raise ColibriError(f"DEFINES: {option}, expected a number of {least} or more, in digits without a 0 before "
-                               "them; correct it")
+            raise ColibriError(f"DEFINES: {option}, expected a number of {least} to 99999999, in digits without a 0 "
+                               "before them; correct it")
         if shape and value != str(checkpoint.header[field]):
             raise ColibriError(f"DEFINES: {option}, expected {checkpoint.header[field]} as in {checkpoint.path}; the "
                                "model decides, leave it out")
@@ -153,6 +153,7 @@ def _make(library, command, config):
     # CONFIG goes in ready-made, or make would start a second Python to ask for it.
     arch = [part for part in command if part.startswith("ARCH=")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    environment["DEFINES"] = " ".join(os.environ.get("DEFINES", "").split())
     made = subprocess.run(["make", f"-j{os.cpu_count()}", *arch, f"CONFIG={config}"], cwd=ROOT, env=environment,
                           check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if made.returncode or not library.exists():

@@ -131,12 +131,16 @@ class Opening:
         self._context = self._error = None
         self.chunks = np.empty((min(COPY_THREADS, usable_processors()), 2, CHUNK_BYTES), np.uint8)
         self._thread = threading.Thread(target=self._open)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            raise ColibriError("GPU: no thread to open its context with, expected one more; raise the limit of "
+                               "processes (ulimit -u)") from None
 
     def _open(self):
         try:
             self._context = call("cuDevicePrimaryCtxRetain", gpu().handle)
-        except ColibriError as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by context()
             self._error = error
         self._ended = time.perf_counter()
 
@@ -154,10 +158,12 @@ class Opening:
         return self._context
 
     def close(self):
-        """Gives back what no DeviceMemory took."""
+        """Gives it back."""
         self._thread.join()
-        if self._context:
-            call("cuDevicePrimaryCtxRelease", gpu().handle)
+        if self._context is not None:
+            self._context = None
+            with contextlib.suppress(ColibriError):
+                call("cuDevicePrimaryCtxRelease", gpu().handle)
 
 
 class Graph:
@@ -183,27 +189,31 @@ class Graph:
 class DeviceMemory:
     """Where a model lives and how its steps run, on a GPU. The members are described in colibri.weights.HostMemory.
 
+    opening:  of its context
     dispatch: "device": one graph a size, whose kernels read the routing where they are
               "combo": for a single token, one graph a layer and combination of experts, chosen on the host
               "dynamic": no graphs, every kernel launched by itself
     """
 
-    def __init__(self, opening, library, dispatch=None):
+    def __init__(self, library, opening, dispatch=None):
         self.dispatch = dispatch or "device"
         self.code = library.headers.constants["COLIBRI_CUDA"]
-        self.seconds = dict(gpu().seconds)
+        self.seconds, self.overlap = dict(gpu().seconds), opening.elapsed()
+        gpu().seconds.clear()  # of a process they are parts of one start
         self._library, self._device_blocks, self._pinned, self._registered = library, [], [], []
         self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
         self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
         self._steps, self._bytes, self._routing, self._staging = 0, {}, {}, None
-        self._chunks, self.overlap = opening.chunks, opening.elapsed()
+        self._opening, self._chunks = opening, opening.chunks
+        self._context = self._stream = self._thread = None
+        self.graphs = GraphCache(self._capture)
+
+    def _open(self):
         self.seconds["context"] = self.overlap
         with self._timed("context"):
-            self._context = opening.context()
+            self._context, self._thread = self._opening.context(), threading.current_thread()
             with contextlib.suppress(ColibriError):  # where page-locking is refused, copies are slower, and that is all
                 self.pin(self._chunks)
-        self.graphs = GraphCache(self._capture)
-        self._thread = threading.get_ident()
         self._stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.stream = int(self._stream)
         self._capture_mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -215,7 +225,8 @@ class DeviceMemory:
         self.seconds[name] = self.seconds.get(name, 0) + time.perf_counter() - start
 
     def reserve(self, parts):
-        """Checks that what will be allocated fits. parts: {"weights": bytes, ...}; graphs come on top."""
+        """Opens, and checks that what will be allocated fits. parts: {"weights": bytes, ...}; graphs come on top."""
+        self._open()
         free, _ = call("cuMemGetInfo")
         self._bytes = {**parts, "graphs": GRAPH_BYTES}
         needed = sum(self._bytes.values())
@@ -275,8 +286,8 @@ class DeviceMemory:
 
     def _unpin(self, array):
         if any(array is pinned for pinned in self._registered):
-            self._registered = [pinned for pinned in self._registered if pinned is not array]
             call("cuMemHostUnregister", array.ctypes.data)
+            self._registered = [pinned for pinned in self._registered if pinned is not array]
 
     def launch(self, function, model, *sizes):
         self._enter()
@@ -294,8 +305,8 @@ class DeviceMemory:
 
     def _enter(self):
         """Makes the context this thread's, where another had it."""
-        if threading.get_ident() != self._thread:
-            self._thread = threading.get_ident()
+        if threading.current_thread() is not self._thread:  # an ended thread's number may be another's now
+            self._thread = threading.current_thread()
             call("cuCtxSetCurrent", self._context)
 
     def _launch_combinations(self, model, num_tokens, num_logits=0):
@@ -373,17 +384,21 @@ class DeviceMemory:
     def close(self):
         """Frees everything; after a device error the context is lost, and its memory with it."""
         with contextlib.suppress(ColibriError):
-            call("cuCtxSetCurrent", self._context)
-            self.graphs.close()
-            for array in self._registered:
-                call("cuMemHostUnregister", array.ctypes.data)
-            for block in self._device_blocks:
-                call("cuMemFree", block)
-            for address in self._pinned:
-                call("cuMemFreeHost", address)
+            if self._context is not None:
+                self._free()
+        self._opening.close()
+
+    def _free(self):
+        call("cuCtxSetCurrent", self._context)
+        self.graphs.close()
+        for array in self._registered:
+            call("cuMemHostUnregister", array.ctypes.data)
+        for block in self._device_blocks:
+            call("cuMemFree", block)
+        for address in self._pinned:
+            call("cuMemFreeHost", address)
+        if self._stream is not None:
             call("cuStreamDestroy", self._stream)
-        with contextlib.suppress(ColibriError):
-            call("cuDevicePrimaryCtxRelease", gpu().handle)
 
     def read_bandwidth(self, checkpoint, threads):
         """Of a copy within the device's memory, bytes read and bytes written counted alike."""

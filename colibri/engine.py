@@ -1,6 +1,5 @@
 """Engine: a loaded model. Session: one KV-cache timeline in it, with prefill, decode and generate."""
 
-import contextlib
 import functools
 import os
 import threading
@@ -14,7 +13,7 @@ import numpy as np
 from colibri import build, native
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
-from colibri.weights import HostMemory, pointers, usable_processors
+from colibri.weights import HostMemory, needs_gpu, pointers, usable_processors
 
 BACKENDS = ("auto", "host", "cuda")
 DISPATCH = ("device", "combo", "dynamic")  # colibri.device knows what they are
@@ -25,6 +24,20 @@ DRAWS = 64  # of a seed that are made at a time
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # without one of them, not even asking the driver can succeed
 
 Sampler = namedtuple("Sampler", "temperature top_k top_p seed", defaults=(0.0, 0, 1.0, 0))
+
+
+def alone(method):
+    """An Engine's method that holds the engine, open, while it runs.
+
+    A context manager written in Python would not do: Ctrl-C between taking the lock and the block leaves it taken.
+    """
+    @functools.wraps(method)
+    def run(self, *arguments, **options):
+        self._check_open()  # already here: in a forked process nobody may be left to release the lock
+        with self._lock:
+            self._check_open()
+            return method(self, *arguments, **options)
+    return run
 
 
 class Engine:
@@ -53,29 +66,30 @@ class Engine:
         if dispatch not in (None, *DISPATCH):
             raise ColibriError(f"dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
         opened = time.perf_counter()
-        self.library, memory, self.why_host = load_library(self.checkpoint, backend, build)
+        self.library, memory, self.why_host = load_library(self.checkpoint, backend, build, dispatch)
         loaded = time.perf_counter()
         baked = self.library.baked
         self.num_slots = self.num_slots or min(baked["max_batch"], MAX_SLOTS)
         self.max_tokens = self.library.headers.constants["MAX_TOKENS"]
         self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
         try:
-            self._place(memory, dispatch)
+            self._place(memory)
         except ColibriError as error:
             if backend != "auto" or dispatch or memory is HostMemory:
                 raise
             self.why_host = str(error)
             self.library = open_library(self.checkpoint, "host", build)
-            self._place(HostMemory, dispatch)
+            self._place(HostMemory)
         self._free_slots = list(range(self.num_slots))[::-1]
         self.path = self.library.path(self.memory.code).decode()
         whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
-        library = loaded - opened - sum(parts.get(name, 0) for name in ("cuda import", "cuInit")) - self.memory.overlap
+        before = sum(parts.get(name, 0) for name in ("cuda import", "cuInit")) + self.memory.overlap
+        library = max(0.0, loaded - opened - before)
         self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
 
-    def _place(self, memory, dispatch):
+    def _place(self, memory):
         """Opens a backend's memory and puts the model there."""
-        self.memory = memory(self.library, dispatch)
+        self.memory = memory(self.library)
         try:
             self._bind()
         except BaseException:
@@ -85,7 +99,7 @@ class Engine:
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""
         library, memory, structs = self.library, self.memory, self.library.headers.structs
-        library.watch(self.checkpoint.path, self.checkpoint.data)
+        self._unwatch = library.watch(self.checkpoint.path, self.checkpoint.data)
         header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
         header["num_layers"] = self.num_layers
         self._buffers = {buffer.name: buffer for buffer in library.headers.state_buffers(header[0], self.num_slots)}
@@ -111,21 +125,22 @@ class Engine:
                         for name in self.batch.dtype.names}
         self._positions = np.arange(library.baked["max_seq_len"], dtype=np.int32)
 
+    @alone
     def session(self):
         """A new, empty timeline. Close it (or use `with`, or drop it) to give its slot to another."""
         if self.checkpoint.header["vocab_size"] == 0:
             raise ColibriError(f"{self.checkpoint.path}: vocab_size=0, expected tokens; this is a bare stack of MoE "
                                "layers, run hidden states through it with Engine.stack or --input")
-        with self._open():
-            if not self._free_slots:
-                raise ColibriError(f"num_slots: {self.num_slots} sessions are open, expected fewer to open another; "
-                                   "close one, or load the engine with more slots")
-            return Session(self, self._free_slots.pop())
+        if not self._free_slots:
+            raise ColibriError(f"num_slots: {self.num_slots} sessions are open, expected fewer to open another; "
+                               "close one, or load the engine with more slots")
+        return Session(self, self._free_slots.pop())
 
     @property
     def num_free_slots(self):
         return len(self._free_slots)
 
+    @alone
     def step(self, work, samplers=None, every=False):
         """Appends tokens to sessions, all of them in as few library calls as the tokens fit in.
 
@@ -135,20 +150,19 @@ class Engine:
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         A session that a step fails for is as it was; of a model with windows, if its tokens were at most max_piece.
         """
-        with self._open():
-            work = self._check_work(work)
-            return self._step(work, _check_samplers(samplers, len(work)), every)
+        work = self._check_work(work)
+        return self._step(work, _check_samplers(samplers, len(work)), every)
 
+    @alone
     def advance(self, work, samplers):
         """step() for a caller whose sessions, tokens and samplers are checked already: what step() need not find
         out."""
-        with self._open():
-            return self._step(work, samplers, False)
+        return self._step(work, samplers, False)
 
+    @alone
     def spare(self, processors):
         """From the next step on, the host's threads leave so many processors to others. Results do not depend on it."""
-        with self._open():
-            self._model["num_threads"] = max(1, self.threads - processors)
+        self._model["num_threads"] = max(1, self.threads - processors)
 
     def _step(self, work, samplers, every):
         before = [session.length for session, _ in work]
@@ -181,6 +195,7 @@ class Engine:
                 session.length += count
         return results
 
+    @alone
     def stack(self, x):
         """Runs states x (num_tokens, hidden) through a bare stack of MoE layers; returns float32 of its shape."""
         hidden, vocab_size = (self.checkpoint.header[name] for name in ("hidden", "vocab_size"))
@@ -194,7 +209,7 @@ class Engine:
         if x.ndim != 2 or x.shape[1] != hidden or x.dtype.kind != "f":
             raise ColibriError(f"x: {x.dtype} of shape {x.shape}, expected floats of shape (num_tokens, {hidden})")
         y = np.empty(x.shape, np.float32)
-        with self._open(), np.errstate(over="ignore"):  # what float32 cannot hold shows in the result
+        with np.errstate(over="ignore"):  # what float32 cannot hold shows in the result
             for start in range(0, len(x), self.max_tokens):
                 rows = np.ascontiguousarray(x[start:start + self.max_tokens], np.float32)
                 self._fields["input"][0] = self.memory.visible(rows)
@@ -235,13 +250,13 @@ class Engine:
             raise ColibriError(f"{name}: shape={array.shape}, expected at most {(buffer.rows, buffer.columns)}")
         self.memory.write(int(self._model["state"][name][0]), array)
 
+    @alone
     def run_op(self, op, num_rows, layer=0):
         """One op of native/ops.h on the state as it is, for tests and benchmarks."""
         _between("num_rows", num_rows, 1, 1, self.max_tokens)
         _between("layer", layer, 0, 0, self.num_layers - 1)
-        with self._open():
-            self._fields["num_tokens"][0] = num_rows
-            self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
+        self._fields["num_tokens"][0] = num_rows
+        self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
     def pin(self, array):
         """Page-locks a C-contiguous array, until close(): a GPU's steps then read a float32 input where it lies.
@@ -256,16 +271,17 @@ class Engine:
         self._check_open()
         return self.memory.pin(array)
 
+    @alone
     def precapture(self):
         """Makes the graphs of decoding now rather than at the first steps that need them."""
-        with self._open():
-            self.memory.precapture(self._address)
+        self.memory.precapture(self._address)
 
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""
         with self._lock:
             if self._model is not None:
                 self._model = None
+                self._unwatch()
                 self.memory.close()
 
     def __enter__(self):
@@ -278,14 +294,6 @@ class Engine:
         native.check_process()
         if self._model is None:
             raise ColibriError("engine: closed, expected open; load the model again")
-
-    @contextlib.contextmanager
-    def _open(self):
-        """Holds the engine, open, for one call."""
-        self._check_open()  # already here: in a forked process nobody may be left to release the lock
-        with self._lock:
-            self._check_open()
-            yield
 
     def _buffer(self, name):
         if name not in self._buffers:
@@ -449,8 +457,8 @@ def _check_not_text(tokens):
         raise ColibriError("tokens: a str, expected ints or bytes; encode it: text.encode()")
 
 
-def load_library(checkpoint, backend, build_missing):
-    """(Library, memory class, why auto chose the host or "") for a model; nothing is allocated yet."""
+def load_library(checkpoint, backend, build_missing, dispatch):
+    """(Library, what makes its memory of it, why auto chose the host or "") for a model; nothing is allocated yet."""
     if backend not in BACKENDS:
         raise ColibriError(f"backend: {backend}, expected one of {', '.join(BACKENDS)}")
     why_host = ""
@@ -461,15 +469,17 @@ def load_library(checkpoint, backend, build_missing):
         try:
             arch = device.arch()
             device.check_weights(checkpoint)
-            return *_load_with_context(device, checkpoint, arch, build_missing), ""
+            return *_load_with_context(device, checkpoint, arch, build_missing, dispatch), ""
         except ColibriError as error:
             if backend == "cuda":
                 raise
             why_host = str(error)
+    if dispatch:
+        needs_gpu(f"--dispatch: {dispatch}", why_host or "--backend host")
     return open_library(checkpoint, "host", build_missing), HostMemory, why_host
 
 
-def _load_with_context(device, checkpoint, arch, build_missing):
+def _load_with_context(device, checkpoint, arch, build_missing, dispatch):
     """The library, loaded while the GPU's context opens, and how its DeviceMemory is made."""
     opening = device.Opening()
     try:
@@ -478,7 +488,7 @@ def _load_with_context(device, checkpoint, arch, build_missing):
     except BaseException:
         opening.close()
         raise
-    return library, functools.partial(device.DeviceMemory, opening)
+    return library, functools.partial(device.DeviceMemory, opening=opening, dispatch=dispatch)
 
 
 def open_library(checkpoint, arch, build_missing):

@@ -42,9 +42,7 @@ class HostMemory:
 
     stream, overlap = None, 0.0
 
-    def __init__(self, library, dispatch=None):
-        if dispatch:
-            _needs_gpu(f"--dispatch: {dispatch}")
+    def __init__(self, library):
         self._library = library
         self.code = library.headers.constants["COLIBRI_HOST"]
         self._state, self.seconds = None, {}
@@ -84,7 +82,7 @@ class HostMemory:
         return array
 
     def precapture(self, model):
-        _needs_gpu("--precapture: given")
+        needs_gpu("--precapture: given")
 
     def close(self):
         self._state = None
@@ -125,9 +123,9 @@ def largest_cache_bytes():
     return max(sizes)
 
 
-def _needs_gpu(given):
-    raise ColibriError(f"{given}, expected only on a GPU, and this runs on the host; leave it out, or see with "
-                       "python -m colibri.run --doctor whether there is a GPU")
+def needs_gpu(given, why=""):
+    raise ColibriError(f"{given}, expected only on a GPU, and this runs on the host{f' ({why})' if why else ''}; leave it "
+                       "out, or see python -m colibri.run --doctor")
 
 
 def pointers(checkpoint, addresses, structs):

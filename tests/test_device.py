@@ -108,7 +108,7 @@ def memory_of(driver, use):
     """A DeviceMemory without its context."""
     use(driver)
     memory = object.__new__(device.DeviceMemory)
-    memory._stream, memory._steps = None, 12
+    memory._stream, memory._steps, memory._open = None, 12, lambda: None
     return memory
 
 
@@ -211,6 +211,32 @@ def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32,
         with pytest.raises(ColibriError, match="GPU memory: .* GiB needed"):
             engine.Engine(moe_32, **asked)
         assert not open_contexts
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.parametrize("failing", ["cuCtxSetCurrent", "cuMemHostRegister", "cuStreamCreate", "cuMemGetInfo",
+                                     "cuMemAlloc"])
+def test_nothing_is_kept_where_a_call_fails(use, monkeypatch, moe_32, failing):
+    """Contexts, page-locked memory, streams; the driver's memory runs out later where only page-locking is refused."""
+    ok, held = Status.CUDA_SUCCESS, []
+    flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+
+    def take(name, value=None):
+        return lambda *arguments: held.append((name, value or arguments[0])) or (ok, value)
+
+    def give(name, value=None):
+        return lambda *arguments: held.remove((name, value or arguments[0])) or (ok,)
+    calls = {"cuDevicePrimaryCtxRetain": take("context", 1), "cuDevicePrimaryCtxRelease": give("context", 1),
+             "cuMemHostRegister": take("locked"), "cuMemHostUnregister": give("locked"),
+             "cuStreamCreate": take("stream", 2), "cuStreamDestroy": give("stream", 2),
+             "cuMemGetInfo": lambda: (ok, 1 << 40, 1 << 40), "cuCtxSetCurrent": lambda _: (ok,),
+             "cuMemAlloc": lambda _: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)}
+    use(Driver(CUstream_flags=flags, CUstreamCaptureMode=flags, CU_MEMHOSTREGISTER_DEVICEMAP=2,
+               **{**calls, failing: lambda *_: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)}))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    with engine.Engine(moe_32) as opened:
+        named = "cuMemAlloc" if failing == "cuMemHostRegister" else failing
+        assert opened.why_host.startswith(f"GPU: {named}=CUDA_ERROR_OUT_OF_MEMORY") and not held
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")

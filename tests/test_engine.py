@@ -321,6 +321,53 @@ def test_wrong_engine_options(moe_32, options, message):
         Engine(moe_32, **{"backend": "host", **options})
 
 
+class Patient:
+    """A lock that gives up, where a test would never end."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        assert self._lock.acquire(timeout=5)
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+def test_ctrl_c_at_any_place_leaves_the_engine_to_others(engine, monkeypatch):
+    """An interrupt at the begin and the end of every function of a step, which is where Python looks for signals: the
+    session can be closed on the way out."""
+    monkeypatch.setattr(engine, "_lock", Patient())
+    left = 0
+
+    def interrupt(frame, event, _):
+        nonlocal left
+        ours = os.path.basename(frame.f_code.co_filename) in ("engine.py", "contextlib.py")
+        if ours and event in ("call", "return"):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return interrupt
+    with engine.session() as session:
+        session.prefill(TEXT)
+        expected = session.decode(65)
+    for count in range(1, 1000):
+        left = count
+        try:
+            with engine.session() as session:
+                session.prefill(TEXT)
+                sys.settrace(interrupt)  # until it raises
+                logits = session.decode(65)
+                sys.settrace(None)
+                np.testing.assert_array_equal(logits, expected)
+                break
+        except KeyboardInterrupt:
+            assert session.length in (len(TEXT), len(TEXT) + 1)
+        finally:
+            sys.settrace(None)
+    assert 20 < count < 999
+
+
 def test_two_threads_on_one_engine(engine):
     with engine.session() as session:
         expected = list(session.generate(TEXT, 60))

@@ -188,11 +188,11 @@ top-p of greedy: --model moe.bin --prompt hello --top-p 0.9 --temperature 0
     --top-p: given, expected only with --temperature above 0, without which the likeliest token is taken; give
     --temperature 1, or leave it out
 dispatch on the host: --model moe.bin --prompt hello --backend host --dispatch combo
-    --dispatch: combo, expected only on a GPU, and this runs on the host; leave it out, or see with python -m
-    colibri.run --doctor whether there is a GPU
+    --dispatch: combo, expected only on a GPU, and this runs on the host (--backend host); leave it out, or see
+    python -m colibri.run --doctor
 precapture on the host: --model moe.bin --prompt hello --backend host --precapture
-    --precapture: given, expected only on a GPU, and this runs on the host; leave it out, or see with python -m
-    colibri.run --doctor whether there is a GPU
+    --precapture: given, expected only on a GPU, and this runs on the host; leave it out, or see python -m
+    colibri.run --doctor
 value missing: --model moe.bin --prompt
     --prompt: expected one argument; see python -m colibri.run --help
 no model: --prompt hello
@@ -301,9 +301,9 @@ def test_wrong_defines(place):
                           ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
                           ("-DMAX_BATHC=64",
                            f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it"),
-                          *((f"-DWINDOW_PIECE={value}", (f"-DWINDOW_PIECE={value}, expected a number of 1 or more, in "
+                          *((f"-DWINDOW_PIECE={value}", (f"-DWINDOW_PIECE={value}, expected a number of 1 to 99999999, in "
                                                          "digits without a 0 before them; correct it"))
-                            for value in (*NO_NUMBERS, 0, 10**9)),
+                            for value in (*NO_NUMBERS, 0, 10**8)),
                           ("-DMAX_BATCH=4 -DMAX_BATCH=5",
                            "-DMAX_BATCH=5, expected MAX_BATCH once; leave one of them out")):
         run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"DEFINES": defines})
