@@ -19,6 +19,7 @@ STEPS = """
 import mmap, os, sys
 import numpy as np
 from colibri.engine import Engine
+{before}
 engine = Engine(sys.argv[1], backend="host")
 session = engine.session()
 session.prefill(b"It was ")
@@ -35,9 +36,9 @@ def model(moe_32, tmp_path):
     return shutil.copy(moe_32, tmp_path / "model.bin")
 
 
-def while_mapped(model, change, then=""):
+def while_mapped(model, change, then="", before=""):
     """(status, stdout, stderr) of a program that has a session in the model when change() is called, then goes on."""
-    process = subprocess.Popen([sys.executable, "-c", STEPS.format(then=then), str(model)], cwd=ROOT, text=True,
+    process = subprocess.Popen([sys.executable, "-c", STEPS.format(then=then, before=before), str(model)], cwd=ROOT, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n", process.stderr.read()
     change()
@@ -51,6 +52,14 @@ def test_a_model_that_is_cut_off_while_it_runs(model, size):
     assert while_mapped(model, lambda: os.truncate(model, size)) == (2, "", (
         f"{model}: a part of it can no longer be read, expected its {whole} bytes to stay while it is in use; it was "
         "cut off, or its disk fails: write a new file beside it and rename that over it\n"))
+
+
+def test_engines_that_were_closed_watch_nothing(model):
+    """More than can be watched at once, over one checkpoint that stays."""
+    before = ("from colibri.checkpoint import Checkpoint\nkept = Checkpoint(sys.argv[1])\n"
+              "for _ in range(70):\n    Engine(kept, backend='host').close()")
+    status, out, err = while_mapped(model, lambda: os.truncate(model, 4096), before=before)
+    assert (status, out) == (2, "") and err.startswith(f"{model}: a part of it can no longer be read")
 
 
 def test_a_model_that_is_replaced_while_it_runs(model, tmp_path):
