@@ -18,7 +18,7 @@ from colibri.weights import HostMemory, needs_gpu, pointers, usable_processors
 BACKENDS = ("auto", "host", "cuda")
 DISPATCH = ("device", "combo", "dynamic")  # colibri.device knows what they are
 MAX_THREADS = 256
-THREADS_PER_PROCESSOR = 4  # at most; more only take memory, until there is none for another's stack
+THREADS_PER_PROCESSOR = 4  # at most
 MAX_SLOTS = 1 << 16
 DRAWS = 64  # of a seed that are made at a time
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # without one of them, not even asking the driver can succeed
@@ -520,6 +520,7 @@ def check_threads(threads):
 
 
 def most_threads():
+    """More would be slower, and could leave no room for another's stack."""
     return min(MAX_THREADS, THREADS_PER_PROCESSOR * usable_processors())
 
 
