@@ -50,7 +50,7 @@ class Library:
         self.headers = headers.Headers(self.baked)
 
     def watch(self, path, array):
-        """Gives words to a fault in a mapped file, until the array over its mapping dies, or what this returns is called."""
+        """Gives words to a fault in a mapped file, until the array over it dies, or what this returns is called."""
         line = (f"{path}: a part of it can no longer be read, expected its {array.nbytes} bytes to stay while it is in "
                 "use; it was cut off, or its disk fails: write a new file beside it and rename that over it\n")
         address = array.ctypes.data

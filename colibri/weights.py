@@ -124,8 +124,9 @@ def largest_cache_bytes():
 
 
 def needs_gpu(given, why=""):
-    raise ColibriError(f"{given}, expected only on a GPU, and this runs on the host{f' ({why})' if why else ''}; leave it "
-                       "out, or see python -m colibri.run --doctor")
+    because = f" ({why})" if why else ""
+    raise ColibriError(f"{given}, expected only on a GPU, and this runs on the host{because}; leave it out, or see "
+                       "python -m colibri.run --doctor")
 
 
 def pointers(checkpoint, addresses, structs):

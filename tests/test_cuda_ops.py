@@ -118,7 +118,8 @@ def test_upload(pair, num_bytes, num_threads):
     memory, chunks = pair.gpu.memory, np.empty(num_threads * 2 * 512, np.uint8)
     with device.temporary(num_bytes + 100) as target:
         memory.write(target, np.full(num_bytes + 100, 7, np.uint8))
-        pair.gpu.library.upload(target, source.ctypes.data, num_bytes, chunks.ctypes.data, 512, num_threads, memory.stream)
+        pair.gpu.library.upload(target, source.ctypes.data, num_bytes, chunks.ctypes.data, 512, num_threads,
+                                memory.stream)
         got = memory.read(target, (num_bytes + 100,), np.uint8)
     np.testing.assert_array_equal(got, np.pad(source, (0, 100), constant_values=7))
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -260,6 +261,94 @@ def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
     with pytest.raises(ColibriError) as error:
         engine.Engine(moe_32, backend="cuda")
     assert str(error.value) == line
+
+
+class HostGpu:
+    """A driver whose device memory is the host's; what is taken is in `held`, and calls need the thread's context."""
+
+    def __init__(self):
+        ok, self.held, self._thread = Status.CUDA_SUCCESS, {}, threading.local()
+        flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+
+        def enter(context):
+            self._thread.context = context
+            return (ok,)
+
+        def within(function):
+            def call(*arguments):
+                assert self._thread.context == 1
+                return function(*arguments)
+            return call
+
+        def allocate(size, _=0):
+            block = np.zeros(size, np.uint8)
+            self.held[block.ctypes.data] = block
+            return ok, block.ctypes.data
+
+        def copy(to, start, size, _=None):
+            device.ctypes.memmove(to, start, size)
+            return (ok,)
+        free = within(lambda address: (ok if self.held.pop(address) is not None else None,))
+        self.driver = Driver(
+            CUstream_flags=flags, CUstreamCaptureMode=flags, CU_MEMHOSTREGISTER_DEVICEMAP=2,
+            CU_MEMHOSTALLOC_DEVICEMAP=2, cuCtxSetCurrent=enter, cuMemGetInfo=lambda: (ok, 1 << 40, 1 << 40),
+            cuDevicePrimaryCtxRetain=lambda _: self.held.update(context=1) or (ok, 1),
+            cuDevicePrimaryCtxRelease=lambda _: (ok, self.held.pop("context"))[:1],
+            cuMemHostRegister=within(lambda address, *_: self.held.update({f"locked {address}": 1}) or (ok,)),
+            cuMemHostUnregister=within(lambda address: (ok, self.held.pop(f"locked {address}"))[:1]),
+            cuStreamCreate=within(lambda _: self.held.update(stream=1) or (ok, 5)),
+            cuStreamDestroy=within(lambda _: (ok, self.held.pop("stream"))[:1]),
+            cuStreamSynchronize=within(lambda _: (ok,)), cuMemAlloc=within(allocate), cuMemFree=free,
+            cuMemHostAlloc=within(allocate), cuMemFreeHost=free,
+            cuMemsetD8Async=within(lambda address, value, size, _: (
+                device.ctypes.memset(address, value, size) and ok,)),
+            cuMemcpyHtoDAsync=within(copy), cuMemcpyDtoH=within(copy))
+
+
+def test_engine_over_a_made_up_gpu(use, monkeypatch, moe_32):
+    """The host's library in a GPU's place: weights arrive, threads come and go, and all is given back."""
+    gpu, opened = HostGpu(), engine.open_library
+    use(gpu.driver)
+
+    def library_of(checkpoint, arch, build_missing):
+        library = opened(checkpoint, "host", build_missing)
+        library.headers.constants["COLIBRI_CUDA"] = library.headers.constants["COLIBRI_HOST"]
+
+        def upload(target, source, size, chunks, chunk_bytes, num_threads, stream):
+            assert gpu.held[f"locked {chunks}"] and stream == 5 and chunk_bytes * num_threads > 0
+            device.ctypes.memmove(target, source, size)
+        library.upload = upload
+        return library
+    monkeypatch.setattr(engine, "open_library", library_of)
+    monkeypatch.setattr(device, "check_library", lambda _: None)
+    monkeypatch.setattr(device, "buckets", lambda count: list(range(count + 1)))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    texts = []
+
+    def generate(used):
+        with used.session() as session:
+            texts.append(bytes(session.generate(b"It was the custom of ", 30)))
+    with engine.Engine(moe_32, backend="host") as used:
+        generate(used)
+    for _ in range(2):
+        used = in_thread(engine.Engine, moe_32, backend="cuda", dispatch="dynamic")
+        assert used.seconds["library"] >= 0
+        for _ in range(2):
+            in_thread(generate, used)
+        assert used.memory.read(int(used._weights[0]["embed"][0]), (8,), np.uint8).tolist() == (
+            used.checkpoint.tensors["embed"].view(np.uint8)[:8].tolist())
+        used.close()
+        assert not gpu.held
+    assert len(texts) == 5 and len(set(texts)) == 1
+
+
+def in_thread(function, *arguments, **options):
+    """function(...) in a thread of its own, which then ends: the next one may get its number."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function(*arguments, **options)))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 @pytest.mark.parametrize("dense, combinations", [((), 3 * 6), ((0,), 2 * 6 + 1), ((1, 2), 6 + 2)])
