@@ -210,13 +210,17 @@ class Bench:
             call("cuGraphExecDestroy", graph)
         return times / count, read
 
-    def draw(self, ops, tokens, graphs, repeats):
-        """The same for new random rows; where the router is not among the ops, layer 0's choice is every layer's."""
-        self.begin(tokens)
-        self.run(["router"], tokens, [0])
-        experts = self.count("num_active", np.int32)
-        microseconds, read = self.time(ops, tokens, graphs, repeats)
-        return microseconds, read or experts
+    def draws(self, ops, tokens, graphs, count=DRAWS, repeats=10):
+        """Means of the same over draws of the rows; without the router among the ops, layer 0's choice is every
+        layer's."""
+        results = []
+        for _ in range(count):
+            self.begin(tokens)
+            self.run(["router"], tokens, [0])
+            experts = self.count("num_active", np.int32)
+            microseconds, read = self.time(ops, tokens, graphs, repeats)
+            results.append((microseconds, read or experts))
+        return map(statistics.mean, zip(*results))
 
 
 def time_launches(stream, launch, repeats):
@@ -304,17 +308,16 @@ def measure(bench, tokens, ops):
     config, rows = bench.config, []
     layers = [*range(config["num_layers"])] * -(-MIN_LAYERS // config["num_layers"])
     for op in ops:
-        bench.begin(tokens)
         if op == "select":
+            bench.begin(tokens)
             graph = bench.capture_selection(tokens, MIN_LAYERS)
             if graph:
                 launch = functools.partial(call, "cuGraphLaunch", graph, bench.stream)
                 rows.append((op, time_launches(bench.stream, launch, 40) / MIN_LAYERS, 0, 0, 0))
             continue
         graphs = [[layer] for layer in layers] if op == "single" else [layers]
-        count, repeats = (DRAWS, 10) if op in MATRICES else (1, 40)
-        draws = [bench.draw(OPS[op], tokens, graphs, repeats) for _ in range(count)]
-        microseconds, experts = map(statistics.mean, zip(*draws))
+        how_often = {} if op in MATRICES else {"count": 1, "repeats": 40}
+        microseconds, experts = bench.draws(OPS[op], tokens, graphs, **how_often)
         rows.append((op, microseconds, *work(config, op, tokens, experts), experts))
     return rows
 

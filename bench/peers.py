@@ -77,7 +77,7 @@ def main():
         blocks = mixtral_block(shape)
         for tokens in (1, 4, 16, 32):
             graphs = [range(shape["num_layers"])]
-            ours, _ = map(mean, zip(*(bench.draw(kernels.BLOCK, tokens, graphs, 10) for _ in range(kernels.DRAWS))))
+            ours, _ = bench.draws(kernels.BLOCK, tokens, graphs)
             ours_router, _ = bench.time(["router"], tokens, graphs)
             peer = mean(time_blocks(blocks, tokens, shape["hidden"]) for _ in range(kernels.DRAWS))
             peer_router = router(tokens, shape["num_experts"], shape["k"])

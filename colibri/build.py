@@ -77,15 +77,20 @@ def _constants(config):
     return headers.Headers(dict(config)).constants
 
 
+def given_options():
+    """The -D options in DEFINES of the environment."""
+    return os.environ.get("DEFINES", "").split()
+
+
 def config_string(header):
     """All -D options of a build, one space between two."""
-    return " ".join(defines(header) + os.environ.get("DEFINES", "").split())
+    return " ".join(defines(header) + given_options())
 
 
 def check_defines(checkpoint):
     """That DEFINES holds names that config.h has, each once and a number, and nothing that contradicts the model."""
     names = set()
-    for option in os.environ.get("DEFINES", "").split():
+    for option in given_options():
         name, _, value = option.removeprefix("-D").partition("=")
         if not DEFINE.fullmatch(option):  # make would expand $(...) in it
             fix = f"write DEFINES=-D{option}" if DEFINE.fullmatch(f"-D{option}") else "leave it out"
@@ -117,7 +122,7 @@ def make_command(checkpoint, arch="host"):
     """The command that a user would type for this model."""
     command = ["make"] + ([] if arch == "host" else [f"ARCH={arch}"])
     command += [f"MODEL={checkpoint.path}"] if defines(checkpoint.header) else []
-    options = " ".join(os.environ.get("DEFINES", "").split())
+    options = " ".join(given_options())
     return command + ([f"DEFINES={options}" if " " not in options else f"DEFINES='{options}'"] if options else [])
 
 
@@ -153,7 +158,7 @@ def _make(library, command, config):
     # CONFIG goes in ready-made, or make would start a second Python to ask for it.
     arch = [part for part in command if part.startswith("ARCH=")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    environment["DEFINES"] = " ".join(os.environ.get("DEFINES", "").split())
+    environment["DEFINES"] = " ".join(given_options())
     made = subprocess.run(["make", f"-j{os.cpu_count()}", *arch, f"CONFIG={config}"], cwd=ROOT, env=environment,
                           check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if made.returncode or not library.exists():

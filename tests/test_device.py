@@ -190,83 +190,11 @@ def test_f32_weights_run_on_the_host_under_auto(use, monkeypatch, tmp_path):
         assert np.isfinite(session.prefill(b"hello")).all()
 
 
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-@pytest.mark.parametrize("locks", [True, False])
-def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32, locks):
-    """The GPU's context is given back, and what was page-locked, where that is not refused; where the run asks for a GPU
-    in any way, it is an error."""
-    ok, open_contexts, locked = Status.CUDA_SUCCESS, [], []
-    flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
-    use(Driver(cuMemGetInfo=lambda: (ok, 1 << 20, 8 << 30), cuCtxSetCurrent=lambda _: (ok,), CUstream_flags=flags,
-               CUstreamCaptureMode=flags, cuDevicePrimaryCtxRetain=lambda _: open_contexts.append(1) or (ok, 1),
-               cuDevicePrimaryCtxRelease=lambda _: open_contexts.pop() and (ok,), cuStreamCreate=lambda _: (ok, 1),
-               cuStreamDestroy=lambda _: (ok,), CU_MEMHOSTREGISTER_DEVICEMAP=2, cuMemHostRegister=lambda *array: (
-                   locked.append(array[0]) or ok if locks else Status.CUDA_ERROR_OUT_OF_MEMORY,),
-               cuMemHostUnregister=lambda address: (locked.remove(address) or ok,)))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
-    with engine.Engine(moe_32) as opened, opened.session() as session:
-        assert opened.path.startswith("host") and not open_contexts and not locked
-        assert opened.why_host.startswith("GPU memory: ") and "0.00 GiB free; lower --batch-size" in opened.why_host
-        assert np.isfinite(session.prefill(b"hello")).all()
-    for asked in ({"backend": "cuda"}, {"dispatch": "combo"}):
-        with pytest.raises(ColibriError, match="GPU memory: .* GiB needed"):
-            engine.Engine(moe_32, **asked)
-        assert not open_contexts
-
-
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-@pytest.mark.parametrize("failing", ["cuCtxSetCurrent", "cuMemHostRegister", "cuStreamCreate", "cuMemGetInfo",
-                                     "cuMemAlloc"])
-def test_nothing_is_kept_where_a_call_fails(use, monkeypatch, moe_32, failing):
-    """Contexts, page-locked memory, streams; the driver's memory runs out later where only page-locking is refused."""
-    ok, held = Status.CUDA_SUCCESS, []
-    flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
-
-    def take(name, value=None):
-        return lambda *arguments: held.append((name, value or arguments[0])) or (ok, value)
-
-    def give(name, value=None):
-        return lambda *arguments: held.remove((name, value or arguments[0])) or (ok,)
-    calls = {"cuDevicePrimaryCtxRetain": take("context", 1), "cuDevicePrimaryCtxRelease": give("context", 1),
-             "cuMemHostRegister": take("locked"), "cuMemHostUnregister": give("locked"),
-             "cuStreamCreate": take("stream", 2), "cuStreamDestroy": give("stream", 2),
-             "cuMemGetInfo": lambda: (ok, 1 << 40, 1 << 40), "cuCtxSetCurrent": lambda _: (ok,),
-             "cuMemAlloc": lambda _: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)}
-    use(Driver(CUstream_flags=flags, CUstreamCaptureMode=flags, CU_MEMHOSTREGISTER_DEVICEMAP=2,
-               **{**calls, failing: lambda *_: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)}))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
-    with engine.Engine(moe_32) as opened:
-        named = "cuMemAlloc" if failing == "cuMemHostRegister" else failing
-        assert opened.why_host.startswith(f"GPU: {named}=CUDA_ERROR_OUT_OF_MEMORY") and not held
-
-
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-def test_context_is_given_back_where_the_library_does_not_fit(use, monkeypatch, moe_32):
-    ok, log = Status.CUDA_SUCCESS, []
-    use(Driver(version=12080, cuDevicePrimaryCtxRetain=lambda _: log.append("retain") or (ok, 1),
-               cuDevicePrimaryCtxRelease=lambda _: log.append("release") or (ok,)))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
-    with engine.Engine(moe_32) as opened:
-        assert opened.path.startswith("host") and opened.why_host.startswith("NVIDIA driver: CUDA 12.8, expected ")
-    assert log == ["retain", "release"]
-
-
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
-    use(Driver(cuDevicePrimaryCtxRetain=lambda _: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
-    line = "GPU: cuDevicePrimaryCtxRetain=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; see python -m colibri.run --doctor"
-    with engine.Engine(moe_32) as opened:
-        assert opened.path.startswith("host") and opened.why_host == line
-    with pytest.raises(ColibriError) as error:
-        engine.Engine(moe_32, backend="cuda")
-    assert str(error.value) == line
-
-
 class HostGpu:
     """A driver whose device memory is the host's; what is taken is in `held`, and calls need the thread's context."""
 
-    def __init__(self):
+    def __init__(self, **calls):
+        """calls: those that are otherwise."""
         ok, self.held, self._thread = Status.CUDA_SUCCESS, {}, threading.local()
         flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
@@ -303,6 +231,65 @@ class HostGpu:
             cuMemsetD8Async=within(lambda address, value, size, _: (
                 device.ctypes.memset(address, value, size) and ok,)),
             cuMemcpyHtoDAsync=within(copy), cuMemcpyDtoH=within(copy))
+        vars(self.driver).update(calls)
+
+
+def no_memory(*_):
+    return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.parametrize("refused", [{}, {"cuMemHostRegister": no_memory}], ids=["locks", "does not lock"])
+def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32, refused):
+    """The GPU's context is given back, and what was page-locked, where that is not refused; where the run asks for a
+    GPU in any way, it is an error."""
+    gpu = HostGpu(cuMemGetInfo=lambda: (Status.CUDA_SUCCESS, 1 << 20, 8 << 30), **refused)
+    use(gpu.driver)
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    with engine.Engine(moe_32) as opened, opened.session() as session:
+        assert opened.path.startswith("host") and not gpu.held
+        assert opened.why_host.startswith("GPU memory: ") and "0.00 GiB free; lower --batch-size" in opened.why_host
+        assert np.isfinite(session.prefill(b"hello")).all()
+    for asked in ({"backend": "cuda"}, {"dispatch": "combo"}):
+        with pytest.raises(ColibriError, match="GPU memory: .* GiB needed"):
+            engine.Engine(moe_32, **asked)
+        assert not gpu.held
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.parametrize("failing", ["cuCtxSetCurrent", "cuMemHostRegister", "cuStreamCreate", "cuMemGetInfo",
+                                     "cuMemAlloc"])
+def test_nothing_is_kept_where_a_call_fails(use, monkeypatch, moe_32, failing):
+    """Contexts, page-locked memory, streams; the driver's memory runs out later where only page-locking is refused."""
+    gpu = HostGpu(**{"cuMemAlloc": no_memory, failing: no_memory})
+    use(gpu.driver)
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    with engine.Engine(moe_32) as opened:
+        named = "cuMemAlloc" if failing == "cuMemHostRegister" else failing
+        assert opened.why_host.startswith(f"GPU: {named}=CUDA_ERROR_OUT_OF_MEMORY") and not gpu.held
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+def test_context_is_given_back_where_the_library_does_not_fit(use, monkeypatch, moe_32):
+    ok, log = Status.CUDA_SUCCESS, []
+    use(Driver(version=12080, cuDevicePrimaryCtxRetain=lambda _: log.append("retain") or (ok, 1),
+               cuDevicePrimaryCtxRelease=lambda _: log.append("release") or (ok,)))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    with engine.Engine(moe_32) as opened:
+        assert opened.path.startswith("host") and opened.why_host.startswith("NVIDIA driver: CUDA 12.8, expected ")
+    assert log == ["retain", "release"]
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
+    use(Driver(cuDevicePrimaryCtxRetain=lambda _: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    line = "GPU: cuDevicePrimaryCtxRetain=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; see python -m colibri.run --doctor"
+    with engine.Engine(moe_32) as opened:
+        assert opened.path.startswith("host") and opened.why_host == line
+    with pytest.raises(ColibriError) as error:
+        engine.Engine(moe_32, backend="cuda")
+    assert str(error.value) == line
 
 
 def test_engine_over_a_made_up_gpu(use, monkeypatch, moe_32):

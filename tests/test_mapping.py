@@ -38,8 +38,9 @@ def model(moe_32, tmp_path):
 
 def while_mapped(model, change, then="", before=""):
     """(status, stdout, stderr) of a program that has a session in the model when change() is called, then goes on."""
-    process = subprocess.Popen([sys.executable, "-c", STEPS.format(then=then, before=before), str(model)], cwd=ROOT, text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    script = STEPS.format(then=then, before=before)
+    process = subprocess.Popen([sys.executable, "-c", script, str(model)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n", process.stderr.read()
     change()
     out, err = process.communicate("\n", timeout=60)
