@@ -6,7 +6,6 @@ are medians over neighbours, so a busy machine hits both. The converter waits un
 second does and the first does not.
 """
 
-import argparse
 import json
 import math
 import os
@@ -21,6 +20,8 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+
+from bench.program import Parser, amount, count, run
 
 EXPERTS, HIDDEN, FFN = 32, 1024, 3584
 LAYER_BYTES = 2 * EXPERTS * 2 * HIDDEN * FFN
@@ -88,23 +89,26 @@ def measure(command, output):
     """(seconds, peak anonymous KiB) of a process that makes `output`, sampled every 5 ms; then removes the output."""
     os.sync()  # or each would pay for what the one before left unwritten
     started, peak = time.perf_counter(), 0
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        peak = max([peak] + [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")])
-        time.sleep(0.005)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is the benchmark's
+    try:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max([peak] + [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")])
+            time.sleep(0.005)
+    finally:
+        process.kill()
     if process.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))}: exit {process.returncode}")
+        raise subprocess.CalledProcessError(process.returncode, command)
     seconds = time.perf_counter() - started
     shutil.rmtree(output) if output.is_dir() else output.unlink()
     return seconds, peak
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m bench.convert", description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=1, help="least size of the checkpoint")
+    parser = Parser("convert", __doc__)
+    parser.add_argument("--gib", type=amount, default=1, metavar="N", help="least size of the checkpoint, in whole layers (default 1)")
     parser.add_argument("--sharded", action="store_true", help="a folder of safetensors instead of a .pt")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=count, default=5, metavar="N")
     parser.add_argument("--directory", help="where to work (default: the temporary directory)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
@@ -132,4 +136,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

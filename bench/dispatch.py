@@ -8,9 +8,6 @@ in a graph by itself. --large names a .bin whose cold start is taken, in process
 model of 1 GiB of random weights is written there.
 """
 
-import argparse
-import csv
-import datetime
 import json
 import statistics
 import subprocess
@@ -18,16 +15,15 @@ import sys
 import time
 from pathlib import Path
 
+from bench.kernels import save
+from bench.program import ROOT, Parser, count, example_model, run
 from colibri import device
 from colibri.engine import DISPATCH, Engine, Sampler
-from colibri.errors import ColibriError
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYER_OPS = ("norm", "qkv", "rope", "attention", "attention_out", "norm", "router", "experts_up", "experts_down",
              "combine")
 STEP_OPS = ("begin", "embed", "gather_norm", "lm_head", "sample")
 REPEAT = 20
-COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
 
 
 def decode(engine, session, steps, token=65):
@@ -135,16 +131,14 @@ def write_large(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m bench.dispatch", description=__doc__.split("\n")[0])
+    parser = Parser("dispatch", __doc__)
     parser.add_argument("--model", default="moe-32.bin", help="default: moe-32.bin, made where it is missing")
-    parser.add_argument("--steps", type=int, default=300, metavar="N")
-    parser.add_argument("--memory-steps", type=int, default=0, metavar="N")
+    parser.add_argument("--steps", type=count, default=300, metavar="N")
+    parser.add_argument("--memory-steps", type=count, metavar="N")
     parser.add_argument("--large", metavar="FILE")
-    parser.add_argument("--csv", metavar="FILE", help="append the rows there")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows there")
     options = parser.parse_args()
-    if options.model == "moe-32.bin" and not Path(options.model).exists():
-        subprocess.run([sys.executable, "-m", "converter", ROOT / "models" / "moe-32.pt", options.model], check=True,
-                       stdout=sys.stderr)
+    example_model(options.model)
     if options.large and not Path(options.large).exists():
         write_large(options.large)
     rows = list(measure_dispatch(options.model, options.steps))
@@ -153,19 +147,8 @@ def main():
     for case, metric, value, unit in rows:
         print(f"{case:28} {metric:24} {value:12.3f} {unit}")
     if options.csv:
-        is_new = not Path(options.csv).exists()
-        command = " ".join(["python -m bench.dispatch", *sys.argv[1:]])
-        with open(options.csv, "a") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if is_new:
-                writer.writerow(COLUMNS)
-            writer.writerows([datetime.date.today(), device.gpu().name, "dispatch", case, metric, f"{value:.4g}", unit,
-                              command] for case, metric, value, unit in rows)
+        save(options.csv, "dispatch", [(case, metric, f"{value:.4g}", unit) for case, metric, value, unit in rows])
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ColibriError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run(main)

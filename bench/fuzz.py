@@ -10,7 +10,6 @@ A case is made of the seed and its number alone: --first repeats one. Status 1 a
 anything but a ColibriError of one line, takes 20 seconds or ends the process.
 """
 
-import argparse
 import contextlib
 import faulthandler
 import functools
@@ -19,20 +18,19 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
+from bench.program import ROOT, Parser, Seconds, amount, run
 from colibri import build, headers, requests
 from colibri.checkpoint import FLAGS, FLOATS, Checkpoint
 from colibri.engine import Engine, Sampler
 from colibri.errors import ColibriError
 from converter import bin_writer
 
-ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300
 CASE_SECONDS = 20
 MAX_FILE_BYTES = 1 << 40  # sparse, but for its first bytes
@@ -354,8 +352,8 @@ def fuzz(name, seconds, seed, first, folder):
     """Runs cases for so long. Returns whether all were as they should be."""
     target, prepare = TARGETS[name]
     prepare(folder)
-    counts, rules, number, start = Counter(), Counter(), first, time.monotonic()
-    while time.monotonic() - start < seconds:
+    counts, rules, number, clock = Counter(), Counter(), first, Seconds(seconds, name)
+    while clock.left():
         (folder / "case").write_text(f"{name} --seed {seed} --first {number}\n")  # who dies can be repeated
         try:
             error = one_case(target, seed, number, folder, counts)
@@ -368,7 +366,7 @@ def fuzz(name, seconds, seed, first, folder):
             rules[error.split("=")[0].split(": ")[-1][:40]] += 1
         number += 1
     common = ", ".join(f"{rule} {count}" for rule, count in rules.most_common(5))
-    print(f"{name}: {number - first} cases in {seconds} s, seed {seed}: {counts['taken']} taken, {sum(rules.values())} "
+    print(f"{name}: {number - first} cases in {seconds:.0f} s, seed {seed}: {counts['taken']} taken, {sum(rules.values())} "
           f"refused by {len(rules)} rules; most often {common}")
     return True
 
@@ -378,9 +376,9 @@ TARGETS = {"bin": (fuzz_bin, lambda _: None), "step": (fuzz_step, prepare_step),
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__.split("\n")[0])
+    parser = Parser("fuzz", __doc__)
     parser.add_argument("targets", nargs="*", metavar="|".join(TARGETS), help="default: all")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all targets together (default {SECONDS})")
+    parser.add_argument("--seconds", type=amount, default=SECONDS, help=f"for all targets together (default {SECONDS})")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
     options = parser.parse_args()
@@ -394,8 +392,8 @@ def main():
             folder = Path(parent) / "cases"
             os.mkdir(folder)
             good &= fuzz(name, options.seconds / len(names), options.seed, options.first, folder)
-    sys.exit(not good)
+    return int(not good)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,7 +8,6 @@ machine's ceilings move. The columns are medians over that half of the rounds in
 the processors. The last rows are decode beside a process that takes one core; it counts among the others.
 """
 
-import argparse
 import csv
 import hashlib
 import mmap
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.program import Parser, count, run
 from colibri.headers import NATIVE
 from colibri.native import Library
 
@@ -148,8 +148,8 @@ def measurements(stack, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, metavar="N")
+    parser = Parser("host", __doc__)
+    parser.add_argument("--rounds", type=count, default=20, metavar="N")
     rounds = parser.parse_args().rounds
     stack = Stack()
     stack.step(2, 512)
@@ -162,4 +162,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,7 +11,6 @@ from the logits on, where that is a kernel of its own. With more than 64 tokens,
 operations are counted too; their ceiling is torch's product, where torch is installed.
 """
 
-import argparse
 import csv
 import ctypes
 import datetime
@@ -27,11 +26,11 @@ from pathlib import Path
 import numpy as np
 from cuda.bindings import nvrtc
 
+from bench.program import ROOT, Parser, count, names, run, several
 from colibri.device import arch, call, driver, gpu
 from colibri.headers import stored_elements
 from colibri.native import Library
 
-ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
 # What a library needs besides a shape: bf16 weights, SiLU; the smallest attention, so that the block's input stays.
 CONFIG = {"weight_dtype": 2, "activation": 0, "gated": 1, "router_kind": 0, "router_bias": 0, "renormalize": 1,
@@ -356,26 +355,27 @@ def measure_shape(bench, shape, tokens, ops, read, product):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__.split("\n")[0])
+    parser = Parser("kernels", __doc__)
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--tokens", default="1,4,16,32")
+    parser.add_argument("--tokens", type=several(count), default=[1, 4, 16, 32], metavar="N,N,...")
     parser.add_argument("--extra", default="")
-    parser.add_argument("--ops", help=f"of {', '.join(OPS)}; default: those that the shape is for")
+    parser.add_argument("--ops", type=names(OPS), metavar="NAME,...",
+                        help=f"of {', '.join(OPS)}; default: those that the shape is for")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    rows, token_counts = [], [*map(int, arguments.tokens.split(","))]
+    rows = []
     for shape in [arguments.shape] if arguments.shape else SHAPES:
         bench = Bench(shape, arguments.extra)
         if not rows:
             read, copy = read_ceiling(bench.stream)
-            product = product_ceiling() if max(token_counts) > 64 else None
+            product = product_ceiling() if max(arguments.tokens) > 64 else None
             rows = [("ceiling", "read", f"{read:.0f}", "GB/s"), ("ceiling", "copy", f"{copy:.0f}", "GB/s")]
             if product:
                 rows.append(("ceiling", "product", f"{product / 1e12:.0f}", "TFLOP/s"))
             print(*(f"{name} {value} {unit}" for _, name, value, unit in rows), sep=", ")
         own = MLP_OPS if "shared_ffn" in bench.config else DENSE_OPS if bench.config["num_heads"] > 1 else MOE_OPS
-        ops = arguments.ops.split(",") if arguments.ops else own
-        for tokens in token_counts:
+        ops = arguments.ops or own
+        for tokens in arguments.tokens:
             rows += measure_shape(bench, shape, tokens, ops, read, product)
         bench.close()
     if arguments.csv:
@@ -383,4 +383,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

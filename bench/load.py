@@ -9,7 +9,6 @@ for each of them: under load a client finds several tokens of a request in one r
 first token have none. The plot needs matplotlib, the extra `plot`.
 """
 
-import argparse
 import asyncio
 import csv
 import importlib.util
@@ -21,7 +20,9 @@ import time
 import numpy as np
 
 from bench.latency import plain
-from bench.service import Service, example_model
+from bench.program import Parser, amount, example_model, run, several
+from bench.service import Service
+from colibri.errors import ColibriError
 
 PROMPT, NEW_TOKENS = 64, 64  # tokens of a request
 CONNECTIONS = 16             # and slots
@@ -139,26 +140,21 @@ def draw(rows, path):
     figure.savefig(path, dpi=120)
 
 
-def rates(text):
-    return [float(rate) for rate in text.split(",")]
-
-
 def main():
-    parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__.split("\n")[0])
+    parser = Parser("load", __doc__)
     parser.add_argument("model", nargs="?", default="moe-32.bin", help="default: moe-32.bin")
-    parser.add_argument("--seconds", type=float, default=20, metavar="N", help="of each load (default 20)")
-    parser.add_argument("--rates", type=rates, metavar="R,R,...",
+    parser.add_argument("--seconds", type=amount, default=20, metavar="N", help="of each load (default 20)")
+    parser.add_argument("--rates", type=several(amount), metavar="R,R,...",
                         default=[5, 10, 20, 40, 60, 80, 100], help="offered loads, requests a second")
     parser.add_argument("--png", metavar="FILE", help="the plot")
     parser.add_argument("--options", default="", metavar="TEXT", help="more options of the service")
     options = parser.parse_args()
     if options.png and not importlib.util.find_spec("matplotlib"):
-        print("--png: matplotlib is not installed, expected it for a plot; run pip install matplotlib", file=sys.stderr)
-        return 2
+        raise ColibriError("--png: matplotlib is not installed, expected it for a plot; run pip install matplotlib")
     rows = []
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
-    writer.writeheader()
     with Service(example_model(options.model), "--batch-size", CONNECTIONS, *shlex.split(options.options)) as service:
+        writer.writeheader()
         asyncio.run(offered(service, 5, 2, 0))  # the first steps make what later ones find
         for rate in options.rates:
             rows.append({"offered_rps": rate, **asyncio.run(offered(service, rate, options.seconds, 1)),
@@ -168,8 +164,7 @@ def main():
             sys.stdout.flush()
     if options.png:
         draw(rows, options.png)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

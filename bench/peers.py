@@ -7,8 +7,6 @@ grouped_mm experts, in a CUDA graph. Both rotate over the same number of layers 
 cold, and take means over as many draws of the input. Needs torch and transformers, which the engine itself does not.
 """
 
-import argparse
-import sys
 from pathlib import Path
 from statistics import mean
 
@@ -20,6 +18,8 @@ except ImportError:
     torch = None
 
 from bench import kernels
+from bench.program import Parser, run
+from colibri.errors import ColibriError
 
 
 def median_time(step, layers):
@@ -65,12 +65,11 @@ def time_blocks(blocks, tokens, hidden):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__.split("\n")[0])
+    parser = Parser("peers", __doc__)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows there")
     arguments = parser.parse_args()
     if torch is None:
-        print("torch and transformers: not installed, expected both, to be compared with; install them", file=sys.stderr)
-        return 2
+        raise ColibriError("torch and transformers: not installed, expected both, to be compared with; install them")
     rows = []
     for name in ("32x2-4096-14336", "128x8-2048-768"):
         shape, bench = kernels.SHAPES[name], kernels.Bench(name)
@@ -87,8 +86,7 @@ def main():
                 rows += [(case, "time", f"{us:.1f}", "us"), (case, "peer", f"{them:.1f}", "us")]
     if arguments.csv:
         kernels.save(arguments.csv, "peers", rows)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -7,7 +7,6 @@
 that fills the context arrives once a second, by --prefill-chunk; latencies are those that the clients see.
 """
 
-import argparse
 import csv
 import json
 import selectors
@@ -16,8 +15,9 @@ import socket
 import sys
 import time
 
-from bench.latency import numbers, plain
-from bench.service import Service, example_model
+from bench.latency import plain
+from bench.program import Parser, amount, count, example_model, run, several
+from bench.service import Service
 from colibri.report import percentile
 
 COLUMNS = ["kind", "clients", "prefill_chunk", "tokens_per_s", "itl_p50_ms", "itl_p99_ms", "itl_p999_ms", "itl_max_ms",
@@ -111,11 +111,11 @@ def long_prompts(address):
 
 
 def parse():
-    parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__.split("\n")[0])
+    parser = Parser("serve", __doc__)
     parser.add_argument("model", nargs="?", default="moe-32.bin", help="default: moe-32.bin")
-    parser.add_argument("--clients", type=numbers, default=[1, 4, 8, 16, 32], metavar="N,N,...")
-    parser.add_argument("--chunks", type=numbers, default=[512, 128, 64, 32, 16], metavar="N,N,...")
-    parser.add_argument("--seconds", type=float, default=5, metavar="N", help="of each row")
+    parser.add_argument("--clients", type=several(count), default=[1, 4, 8, 16, 32], metavar="N,N,...")
+    parser.add_argument("--chunks", type=several(count), default=[512, 128, 64, 32, 16], metavar="N,N,...")
+    parser.add_argument("--seconds", type=amount, default=5, metavar="N", help="of each row")
     parser.add_argument("--options", default="", metavar="TEXT", help="more options of the server")
     return parser.parse_args()
 
@@ -123,7 +123,6 @@ def parse():
 def main():
     options = parse()
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
-    writer.writeheader()
 
     def write(kind, row, chunk=None):
         row = {"kind": kind, "prefill_chunk": chunk, **row,
@@ -131,6 +130,7 @@ def main():
         writer.writerow({name: plain(value) if isinstance(value, float) else value for name, value in row.items()})
         sys.stdout.flush()
     with service(options) as running:
+        writer.writeheader()
         for num_clients in options.clients:
             write("clients", figures(*load(running.address, num_clients, NEW_TOKENS, False, options.seconds)))
     for chunk in options.chunks:
@@ -141,4 +141,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

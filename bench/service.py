@@ -9,18 +9,11 @@ import threading
 import urllib.request
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.program import ROOT
+
 READY = re.compile(r"^serving .* on ([\d.]+):(\d+), http ([\d.]+):(\d+)$")
 READY_SECONDS = 300  # a library may have to be built first
 STOP_SECONDS = 60
-
-
-def example_model(model):
-    """The model's name; the example is made where it is missing."""
-    if model == "moe-32.bin" and not Path(model).exists():
-        subprocess.run([sys.executable, "-m", "converter", ROOT / "models" / "moe-32.pt", model], check=True,
-                       stdout=sys.stderr)
-    return model
 
 
 class Service:
@@ -33,17 +26,24 @@ class Service:
     def __init__(self, model, *options):
         command = [sys.executable, "-m", "colibri.run", "--model", str(model), "--serve", "127.0.0.1:0", "--http",
                    "127.0.0.1:0", *map(str, options)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                                        start_new_session=True)  # Ctrl-C is the benchmark's
         self.pid, self.log = self.process.pid, []
-        for line in self.process.stderr:
-            if ready := READY.match(line.strip()):
-                break
-            sys.stderr.write(line)
-        else:
-            sys.exit(f"{' '.join(command)}: ended with {self.process.wait()}")
+        try:
+            ready = self._wait(command)
+        except BaseException:
+            self.__exit__()
+            raise
         self.address, self.http = (ready[1], int(ready[2])), (ready[3], int(ready[4]))
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
+
+    def _wait(self, command):
+        for line in self.process.stderr:
+            if ready := READY.match(line.strip()):
+                return ready
+            sys.stderr.write(line)
+        raise subprocess.CalledProcessError(self.process.wait() or 1, command)
 
     def _read_log(self):
         self.log += self.process.stderr

@@ -30,7 +30,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.service import ROOT, Lines, Service, example_model
+from bench.program import ROOT, Parser, Seconds, amount, count, example_model, run
+from bench.service import Lines, Service
 
 CATALOGUE = 60          # requests
 CONTEXT = 512           # tokens that no request goes beyond
@@ -294,10 +295,11 @@ def soak(options, service, folder):
     command = [sys.executable, "-m", "bench.soak", "--client", service.address[0], str(service.address[1]),
                str(service.http[1]), Path(options.model).name, str(cases)]
     clients = [subprocess.Popen([*command, str(1000 * options.seed + number), str(until)], cwd=ROOT,
-                                stdout=subprocess.PIPE, text=True) for number in range(options.clients)]
-    memory, stops = Memory(service), 0
+                                stdout=subprocess.PIPE, text=True, start_new_session=True)
+               for number in range(options.clients)]
+    memory, stops, clock = Memory(service), 0, Seconds(until - time.time(), "soak")
     try:
-        while time.time() < until and all(client.poll() in (None, 0) for client in clients):
+        while clock.left() and all(client.poll() in (None, 0) for client in clients):
             chosen = source.choice(clients)
             chosen.send_signal(signal.SIGSTOP)
             stops += 1
@@ -370,14 +372,14 @@ def summary(options, reports, memory, slots, stops):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__.split("\n")[0])
-    parser.add_argument("--soak", type=float, default=20, metavar="MINUTES",
+    parser = Parser("soak", __doc__)
+    parser.add_argument("--soak", type=amount, default=20, metavar="MINUTES",
                         help="how long (default 20); in less than 3 what the allocator keeps can look like growth")
-    parser.add_argument("--clients", type=int, default=16, metavar="N", help="at once (default 16)")
+    parser.add_argument("--clients", type=count, default=16, metavar="N", help="at once (default 16)")
     parser.add_argument("--model", default="moe-32.bin")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
-    parser.add_argument("--slots", type=int, default=16, help="the service's --batch-size (default 16)")
+    parser.add_argument("--slots", type=count, default=16, help="the service's --batch-size (default 16)")
     parser.add_argument("--client", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.client:
@@ -399,4 +401,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

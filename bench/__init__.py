@@ -1,0 +1,8 @@
+"""Benchmarks, each python -m bench.NAME; bench.program has what they share."""
+
+import sys
+
+from colibri.errors import guard_imports
+
+if sys.argv[0] == "-m":  # python -m bench.NAME, whose imports come next
+    guard_imports("python -m bench")

@@ -1,0 +1,55 @@
+"""The benchmarks' command lines: mistakes, and Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, program
+
+MISTAKES = {
+    "--batch-sizes: x, expected 1 or more; see python -m bench.latency --help": "latency --batch-sizes 1,x",
+    "--clients: 0, expected 1 or more; see python -m bench.serve --help": "serve --clients 4,0",
+    "--rates: 0, expected a number above 0; see python -m bench.load --help": "load --rates 0",
+    "--seconds: inf, expected a number above 0; see python -m bench.load --help": "load --seconds inf",
+    "--soak: -1, expected a number above 0; see python -m bench.soak --help": "soak --soak -1",
+    "--rounds: 0, expected 1 or more; see python -m bench.host --help": "host --rounds 0",
+    "--gib: nan, expected a number above 0; see python -m bench.convert --help": "convert --gib nan",
+    "foo: unknown, expected one of bin, step, request; see python -m bench.fuzz --help": "fuzz foo",
+}
+
+
+@pytest.mark.parametrize(("message", "command"), MISTAKES.items())
+def test_mistake_is_one_line(message, command):
+    name, *arguments = command.split()
+    run = program(f"bench.{name}", *arguments)
+    assert (run.returncode, run.stdout, run.stderr.decode()) == (2, b"", message + "\n")
+
+
+@pytest.mark.parametrize("command", [["latency"], ["serve"], ["load"], ["soak", "--model"]])
+def test_model_that_is_not_there(command):
+    run = program(f"bench.{command[0]}", *command[1:], "nope.bin")
+    assert (run.returncode, run.stdout, run.stderr.decode().count("\n")) == (2, b"", 1)
+    assert run.stderr.startswith(b"nope.bin: not found, expected a model file; ")
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize(("number", "status", "message"), [(signal.SIGINT, 130, "interrupted\n"),
+                                                           (signal.SIGTERM, 143, "")])
+@pytest.mark.parametrize("command", [["load", "--rates", "5"], ["soak", "--clients", "3", "--model"]])
+def test_stopped(moe_32, command, number, status, message):
+    """By Ctrl-C, which reaches the whole group, or kill: its service and clients end with it."""
+    with subprocess.Popen([sys.executable, "-m", f"bench.{command[0]}", *command[1:], moe_32], cwd=ROOT, text=True,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True) as run:
+        while not children(run.pid):
+            assert run.poll() is None
+        started = children(run.pid)
+        os.killpg(run.pid, number)
+        assert run.stderr.read() == message
+    assert run.returncode == status
+    assert not any(Path(f"/proc/{child}/exe").exists() for child in started)
