@@ -2,12 +2,12 @@
 # native/config.h's defaults. DEFINES=-DMAX_BATCH=64 raises a capacity.
 ARCHS   := host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 ARCH    := host
-$(if $(filter $(ARCHS),$(ARCH)),,$(error ARCH=$(ARCH): expected one of $(ARCHS)))
+$(if $(filter $(ARCHS:%=[%]),[$(ARCH)]),,$(error ARCH=$(ARCH): expected one of $(ARCHS)))
 NAMES   := $(shell sed -n 's/^.ifndef //p' native/config.h | grep -v -e ^COLIBRI_ -e ^CUDA_ARCH | paste -sd'|')
 WRONG   := $(shell printf '%s\n' '$(subst ','\'',$(DEFINES))' | tr ' ' '\n' | awk -F= '$$0 != "" && ($$0 !~ /^-D($(NAMES))=(0|[1-9][0-9]*)$$/ || seen[$$1]++)')
 $(if $(WRONG),$(error DEFINES: $(WRONG), expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, with a VALUE of digits and a NAME, once, of $(subst |, ,$(NAMES))))
 PYTHON  := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
-CONFIG  := $(strip $(if $(MODEL),$(shell $(PYTHON) -m colibri.build --defines $(MODEL))) $(DEFINES))
+CONFIG  := $(strip $(if $(MODEL),$(shell $(PYTHON) -m colibri.build --defines '$(subst ','\'',$(MODEL))')) $(DEFINES))
 $(if $(filter-out 0,$(if $(MODEL),$(.SHELLSTATUS))),$(error MODEL=$(MODEL): cannot read its shape))
 BUILD   := build/$(ARCH)-$(shell printf '%s' '$(CONFIG)' | sha256sum | cut -c1-12)
 NUMBER  := $(ARCH:sm_%=%)

@@ -5,12 +5,18 @@ They name only what differs from native/config.h's defaults, so `make` and the m
 one library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
 """
 
+from colibri.errors import ColibriError, guard_imports
+
+if __name__ == "__main__":
+    guard_imports("python -m colibri.build")
+
 import contextlib
 import fcntl
 import functools
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +24,6 @@ from pathlib import Path
 
 from colibri import headers
 from colibri.checkpoint import Checkpoint
-from colibri.errors import ColibriError
 
 DERIVED = ("v_head_dim", "rotary_dim")
 ROOT = headers.NATIVE.parent
@@ -121,9 +126,9 @@ def raise_limit(macro, value):
 def make_command(checkpoint, arch="host"):
     """The command that a user would type for this model."""
     command = ["make"] + ([] if arch == "host" else [f"ARCH={arch}"])
-    command += [f"MODEL={checkpoint.path}"] if defines(checkpoint.header) else []
-    options = " ".join(given_options())
-    return command + ([f"DEFINES={options}" if " " not in options else f"DEFINES='{options}'"] if options else [])
+    command += [f"MODEL={shlex.quote(str(checkpoint.path))}"] if defines(checkpoint.header) else []
+    options = given_options()
+    return command + ([f"DEFINES={shlex.quote(' '.join(options))}"] if options else [])
 
 
 def compare(library, checkpoint):

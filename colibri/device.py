@@ -45,10 +45,17 @@ def driver():
 
 def call(name, *arguments):
     """One driver call: what it returns beside the status, alone or as a tuple."""
-    status, *values = getattr(driver(), name)(*arguments)
+    status, *values = _status(name, *arguments)
     if status != driver().CUresult.CUDA_SUCCESS:
         raise ColibriError(f"GPU: {name}={status.name}, expected CUDA_SUCCESS; see python -m colibri.run --doctor")
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def _status(name, *arguments):
+    try:
+        return getattr(driver(), name)(*arguments)
+    except ValueError as error:  # the driver is newer than cuda-python
+        raise ColibriError(f"GPU: {name}: {error}, expected CUDA_SUCCESS; pip install -U cuda-python names it") from None
 
 
 def attribute(handle, name):
@@ -64,9 +71,10 @@ def gpu():
     # Kernels are loaded with the library, not at their first launch: that would be a pause in the middle of a run.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     try:
-        status, = driver().cuInit(0)
-    except RuntimeError:
-        raise ColibriError("NVIDIA driver: libcuda.so not found, expected a driver; install NVIDIA's, or run with "
+        status, = _status("cuInit", 0)
+    except RuntimeError as error:
+        found = "not one of a driver" if "cuGetProcAddress" in str(error) else "not found"
+        raise ColibriError(f"NVIDIA driver: libcuda.so {found}, expected NVIDIA's; install it, or run with "
                            "--backend host") from None
     if status == result.CUDA_ERROR_NO_DEVICE:
         raise ColibriError("GPU: none, expected one that the driver shows; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
@@ -75,7 +83,7 @@ def gpu():
                            "and restart after a driver's update")
     handle = call("cuDeviceGet", 0)
     seconds = {"cuda import": imported - start, "cuInit": time.perf_counter() - imported}
-    name = call("cuDeviceGetName", 100, handle).split(b"\0")[0].decode()
+    name = call("cuDeviceGetName", 100, handle).split(b"\0")[0].decode(errors="replace")
     capability = tuple(attribute(handle, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
     return Gpu(handle, name, capability, call("cuDriverGetVersion"), call("cuDeviceTotalMem", handle), seconds)
 

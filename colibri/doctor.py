@@ -14,6 +14,7 @@ from colibri.weights import usable_processors
 
 CPU_FLAGS = ("avx2", "fma", "f16c")
 COLUMNS = 80
+NVCC_SECONDS = 20
 
 
 def report(path=None):
@@ -92,9 +93,17 @@ def nvcc():
     path = shutil.which("nvcc")
     if not path:
         return "not on PATH; install the CUDA toolkit and add its bin folder to PATH to build for a GPU"
-    printed = subprocess.run([path, "--version"], check=False, capture_output=True, text=True).stdout
-    version = re.search(r"release ([\d.]+)", printed)
-    return f"ok: {path}, CUDA {version[1] if version else 'of an unknown version'}"
+    try:
+        made = subprocess.run([path, "--version"], check=False, capture_output=True, timeout=NVCC_SECONDS)
+        said = f"status {made.returncode}, without a version"
+        version = re.search(rb"release ([\d.]+)", made.stdout)
+    except OSError as error:
+        said, version = error.strerror, None
+    except subprocess.TimeoutExpired:
+        said, version = f"silent for {NVCC_SECONDS} s", None
+    if not version:
+        return f"{path} --version: {said}, expected CUDA's compiler; install the CUDA toolkit again, or take it off PATH"
+    return f"ok: {path}, CUDA {version[1].decode()}"
 
 
 def model(path, used):
@@ -112,7 +121,11 @@ def library(checkpoint, arch, used):
         if lacks:
             return f"{build.short(path)}: {lacks}; colibri.run builds it when it is needed, as {' '.join(command)} does"
     used.add(str(path))
-    build.compare(native.Library(path), checkpoint)
+    opened = native.Library(path)
+    build.compare(opened, checkpoint)
+    if arch != "host":
+        device().check_weights(checkpoint)
+        device().check_library(opened)
     return text
 
 

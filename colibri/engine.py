@@ -467,8 +467,8 @@ def load_library(checkpoint, backend, build_missing, dispatch):
     if backend != "host":
         from colibri import device  # imports cuda.bindings: not on the host's way
         try:
-            arch = device.arch()
             device.check_weights(checkpoint)
+            arch = device.arch()
             return *_load_with_context(device, checkpoint, arch, build_missing, dispatch), ""
         except ColibriError as error:
             if backend == "cuda":

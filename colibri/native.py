@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shlex
 import weakref
 
 import numpy as np
@@ -43,7 +44,7 @@ class Library:
                 setattr(self, name.removeprefix("colibri_"), function)
         except (OSError, AttributeError) as error:
             reason = str(error).rpartition(f"{path}: ")[2]
-            raise ColibriError(f"{self.file}: {reason}, expected a libcolibri.so; build it with make") from None
+            raise ColibriError(f"{self.file}: {reason}, expected a libcolibri.so; {_fix(path)}") from None
         config = np.zeros((), headers.default().structs["Config"])
         self.config(config.ctypes.data)
         self.baked = {name: config[name].item() for name in config.dtype.names}
@@ -79,11 +80,18 @@ def _check_whole(path, name):
         with open(path, "rb") as file:
             start, size = file.read(64), os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ColibriError(f"{name}: {error.strerror}, expected a libcolibri.so; build it with make") from None
+        raise ColibriError(f"{name}: {error.strerror}, expected a libcolibri.so; {_fix(path)}") from None
     if start[:4] != b"\x7fELF" or start[4:5] != b"\2":
         return  # the loader tells what it is
     sections = int.from_bytes(start[40:48], "little")  # their table is the last thing in the file
     end = sections + int.from_bytes(start[58:60], "little") * int.from_bytes(start[60:62], "little")
     if size < max(end, 64):
-        raise ColibriError(f"{name}: size={size}, expected {max(end, 64)} bytes; the file is cut off, build it again "
-                           "with make")
+        raise ColibriError(f"{name}: size={size}, expected {max(end, 64)} bytes; the file is cut off, {_fix(path)}")
+
+
+def _fix(path):
+    """What to do about a damaged library; make takes one that is there, and newer than its sources, for good."""
+    folder = os.path.dirname(path)
+    if os.path.dirname(folder) != str(headers.NATIVE.parent / "build"):
+        return "build it with make"
+    return f"remove its folder, and what needs it builds it again: rm -r {shlex.quote(folder)}"

@@ -10,6 +10,7 @@ import time
 import traceback
 
 from colibri.errors import ColibriError
+from colibri.report import counted
 from colibri.requests import Refused, Request
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
@@ -53,8 +54,8 @@ class Scheduler:
     def submit(self, request):
         """Queues a request; raises Refused where the queue is full."""
         if self._submitted - self._ended >= self.queue_size + self.engine.num_slots:
-            raise Refused(f"queue: {self.queue_size} requests wait, expected fewer; send it again later, or raise "
-                          "--queue-size", "queue_full", request.id)
+            raise Refused(f"queue: {counted(self.queue_size, 'request')} waiting, expected fewer; send it again later, "
+                          "or raise --queue-size", "queue_full", request.id)
         self._submitted += 1
         self._inbox.put(request)
 
@@ -196,10 +197,10 @@ class Scheduler:
             request, _ = self._waiting.popitem(last=False)
             least = self._token_seconds * len(request.prompt)
             if request.deadline < math.inf and time.monotonic() + least > request.deadline:
-                left = 1e3 * (request.deadline - time.monotonic())
+                left = math.floor(1e3 * (request.deadline - time.monotonic()))
                 self._finish(request, error=Refused(
-                    f"deadline_ms: {left:.0f} ms left, expected at least {1e3 * least:.0f} for a first token; allow "
-                    "more", "deadline", request.id))
+                    f"deadline_ms: {left} ms left, expected at least {math.ceil(1e3 * least)} for a first token; "
+                    "allow more", "deadline", request.id))
                 continue
             try:
                 if request.rows is None:

@@ -10,13 +10,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
+HAS_GPU = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
 def pytest_collection_modifyitems(config, items):
     """Tests marked gpu run where there is a GPU."""
-    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
+    if not HAS_GPU:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not HAS_GPU and terminalreporter.stats.get("deselected"):
+        terminalreporter.write_line("deselected: tests marked gpu, for there is no NVIDIA GPU on this machine")
 
 
 def program(module, *arguments, environment=(), **options):

@@ -15,7 +15,7 @@ import pytest
 from conftest import DATA, ROOT, program
 from synthetic import write_model
 
-from colibri import build, device, engine, headers
+from colibri import build, device, doctor, engine, headers
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
@@ -65,21 +65,31 @@ def test_arch(use, capability, arch):
     assert device.arch() == arch
 
 
-def no_library(_):
-    raise RuntimeError("libcuda.so.1 not found")
+def fails(error):
+    """A driver call that raises it."""
+    def call(*_):
+        raise error
+    return call
 
 
 @pytest.mark.parametrize("driver, line", [
-    (Driver(cuInit=no_library), ("NVIDIA driver: libcuda.so not found, expected a driver; install NVIDIA's, or run "
-                                "with --backend host")),
+    (Driver(cuInit=fails(RuntimeError("libcuda.so.1 not found"))),
+     "NVIDIA driver: libcuda.so not found, expected NVIDIA's; install it, or run with --backend host"),
+    (Driver(cuInit=fails(RuntimeError("Failed to get cuGetProcAddress_v2"))),
+     "NVIDIA driver: libcuda.so not one of a driver, expected NVIDIA's; install it, or run with --backend host"),
+    (Driver(cuInit=fails(ValueError("2000 is not a valid CUresult"))),
+     "GPU: cuInit: 2000 is not a valid CUresult, expected CUDA_SUCCESS; pip install -U cuda-python names it"),
+    (Driver(cuDeviceGet=fails(ValueError("35 is not a valid CUresult"))),
+     "GPU: cuDeviceGet: 35 is not a valid CUresult, expected CUDA_SUCCESS; pip install -U cuda-python names it"),
     (Driver(cuInit=lambda _: (Status.CUDA_ERROR_NO_DEVICE,)),
      "GPU: none, expected one that the driver shows; look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
     (Driver(cuInit=lambda _: (Status.CUDA_ERROR_SYSTEM_DRIVER_MISMATCH,)),
      ("NVIDIA driver: cuInit=CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, expected CUDA_SUCCESS; look at nvidia-smi and dmesg, "
      "and restart after a driver's update")),
-    (Driver((7, 5)), ("GPU: Made-up GPU of compute capability 7.5, expected one of 8.0, 8.6, 8.9, 9.0, 10.0, 12.0; run "
-                     "with --backend host")),
-], ids=["no driver", "no GPU", "broken driver", "old GPU"])
+    (Driver((7, 5), cuDeviceGetName=lambda *_: (Status.CUDA_SUCCESS, b"caf\xe9\0")),
+     ("GPU: caf\ufffd of compute capability 7.5, expected one of 8.0, 8.6, 8.9, 9.0, 10.0, 12.0; run with --backend "
+      "host")),
+], ids=["no driver", "no library of a driver", "new status of cuInit", "new status", "no GPU", "broken driver", "old GPU"])
 def test_each_lack_has_its_line(use, driver, line):
     use(driver)
     with pytest.raises(ColibriError) as error:
@@ -159,7 +169,7 @@ def test_parts_are_the_whole(monkeypatch, num_bytes):
 
 
 def test_auto_runs_on_the_host_and_says_why(use, monkeypatch, moe_32):
-    use(Driver(cuInit=no_library))
+    use(Driver(cuInit=fails(RuntimeError())))
     monkeypatch.setattr(engine, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened:
         assert opened.path.startswith("host") and opened.why_host.startswith("NVIDIA driver: libcuda.so not found")
@@ -174,8 +184,9 @@ def f32_model(tmp_path, monkeypatch):
     return write_model(tmp_path / "f32.bin", weight_dtype=0)
 
 
-def test_f32_weights_are_refused_before_a_library_is_built(use, monkeypatch, tmp_path):
-    use(Driver())
+@pytest.mark.parametrize("driver", [Driver(), Driver(cuInit=fails(RuntimeError()))], ids=["a GPU", "no driver"])
+def test_f32_weights_are_refused_before_a_library_is_built(use, monkeypatch, tmp_path, driver):
+    use(driver)
     path = f32_model(tmp_path, monkeypatch)
     with pytest.raises(ColibriError) as error:
         engine.Engine(path, backend="cuda")
@@ -386,6 +397,19 @@ def test_doctor_needs_nothing(tmp_path):
     assert {"host", "host memory", "gcc and make", "GPU driver", "GPU", "GPU memory", "nvcc",
             "to build"} <= lines.keys()
     assert all(text.strip() for text in lines.values())
+
+
+@pytest.mark.parametrize("script, said", [
+    ("#!/bin/sh\nprintf '\\377\\376'", "status 0, without a version"), ("#!/bin/sh\nexit 3", "status 3, without a version"),
+    ("#!/nonexistent", "No such file or directory"), ("garbage", "Exec format error"),
+    ("#!/bin/sh\nexec sleep 1000", "silent for 0.2 s")])
+def test_doctor_with_an_nvcc_that_is_none(tmp_path, monkeypatch, script, said):
+    (tmp_path / "nvcc").write_text(script)
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor, "NVCC_SECONDS", 0.2 if "sleep" in script else 20)
+    assert doctor.nvcc() == (f"{tmp_path / 'nvcc'} --version: {said}, expected CUDA's compiler; install the CUDA toolkit "
+                             "again, or take it off PATH")
 
 
 def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,7 +321,8 @@ def test_defines_of_another_form(place, defines):
 def test_a_limit_of_the_build_says_so():
     for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
                             (["ARCH=sm_70"], "ARCH=sm_70: expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
-                            (["ARCH="], "ARCH=: expected one of host "),
+                            *(([f"ARCH={arch}"], f"ARCH={arch}: expected one of host ")
+                              for arch in ("", "sm_90 ", "host sm_90")),
                             *(([f"DEFINES=-DMAX_SEQ_LEN=100 {wrong}"],
                                (f"DEFINES: {wrong}, expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, with a VALUE "
                                 f"of digits and a NAME, once, of {NAMES}.  Stop.\n"))
@@ -351,7 +353,30 @@ def test_cut_library(place):
         run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place,
                       environment={"COLIBRI_LIBRARY": "cut.so"})
         assert line_of(run) == (f"cut.so: size={size}, expected {64 if size < 64 else len(data)} bytes; the file is "
-                                "cut off, build it again with make")
+                                "cut off, build it with make")
+
+
+def test_damaged_library_is_built_again(place):
+    """What make takes for current: the line says how to get rid of it, and that helps."""
+    model = write_model(place / "damaged.bin", ffn=1000 + os.getpid() % 1000)
+    library = Path(build.library_path(Checkpoint(model)))
+    for data, reason in ((b"", "size=0, expected 64 bytes; the file is cut off, "),
+                         (b"none", "file too short, expected a libcolibri.so; ")):
+        library.write_bytes(data)
+        line = line_of(program("colibri.run", "--model", model, *PROMPT, cwd=place))
+        assert line.startswith(f"{library}: ")
+        assert line.endswith(f"remove its folder, and what needs it builds it again: rm -r {library.parent}"), reason
+    subprocess.run(line.rpartition(": ")[2].split(), check=True)
+    assert program("colibri.run", "--model", model, *PROMPT, cwd=place).returncode == 0
+
+
+def test_model_with_a_space_in_its_name(place):
+    model = write_model(place / "o' model.bin", ffn=1000 + os.getpid() % 1000)
+    text = " ".join(program("colibri.run", "--doctor", "--model", "o' model.bin", cwd=place).stdout.decode().split())
+    assert """ make MODEL='o'"'"' model.bin'""" in text
+    options = "PYTHON=" + sys.executable
+    made = subprocess.run(["make", "-nB", f"MODEL={model}", options], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0 and f"-DFFN={1000 + os.getpid() % 1000} " in made.stdout
 
 
 @pytest.mark.parametrize("options, redirection, message", [

@@ -216,3 +216,21 @@ def test_weights_that_hold_nan(tmp_path):
                 "layers.1.router: logits of token 0 are NaN, +inf or fewer than k=2 finite, expected finite; the "
                 "weights or the input hold NaN or inf")}}
         assert service.metric("kv_slots_free") == service.metric("kv_slots") and service.stop() == 0
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_no_thread_for_the_service(moe_32, number):
+    """One line, wherever the process's limit is met; four threads are enough to serve stdin and to end."""
+    script = ("import sys, threading\nfrom colibri import run\nstart, left = threading.Thread.start, [int(sys.argv.pop(1))]\n"
+              "def limited(thread):\n    left[0] -= 1\n    if left[0] < 0:\n"
+              "        raise RuntimeError(\"can't start new thread\")\n    start(thread)\n"
+              "threading.Thread.start = limited\nsys.exit(run.command())\n")
+    run = subprocess.run([sys.executable, "-c", script, str(number), "--model", str(moe_32), "--backend", "host", "--serve",
+                          "-"], input=b'{"id": 1, "prompt": "It was", "max_new_tokens": 4}\n', cwd=ROOT, check=False,
+                         capture_output=True, timeout=60)
+    if number == 4:
+        assert run.returncode == 0 and b'"finish_reason": "length"' in run.stdout
+        return
+    assert run.returncode == 2 and run.stdout == b""
+    assert run.stderr == (b"service: no thread to start, expected a few; raise the limits of processes and memory (ulimit -u "
+                          b"and -v)\n")

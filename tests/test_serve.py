@@ -204,7 +204,7 @@ def test_a_full_queue(service):
         client.send(*({"id": number, **LONG} for number in range(14)))
         got = [client.receive() for _ in range(2)]
         assert [(line["id"], line["error"]["code"], line["error"]["message"]) for line in got] == [
-            (number, "queue_full", "queue: 4 requests wait, expected fewer; send it again later, or raise --queue-size")
+            (number, "queue_full", "queue: 4 requests waiting, expected fewer; send it again later, or raise --queue-size")
             for number in (12, 13)]
         assert sorted(client.receive()["id"] for _ in range(12)) == list(range(12))
         assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
