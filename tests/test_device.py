@@ -412,6 +412,17 @@ def test_doctor_with_an_nvcc_that_is_none(tmp_path, monkeypatch, script, said):
                              "again, or take it off PATH")
 
 
+def test_doctor_asks_whether_the_driver_runs_a_library(use, monkeypatch, moe_32):
+    use(Driver(version=12080))
+    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    monkeypatch.setattr(build, "place", lambda checkpoint, arch: (f"/{arch}.so", "", ["make"]))
+    monkeypatch.setattr(build, "compare", lambda *_: None)
+    monkeypatch.setattr(doctor.native, "Library", lambda path: library(90))
+    host, cuda = doctor.model(moe_32, set()).split("; ", 1)
+    assert host == "ok: /host.so, by make"
+    assert cuda.startswith("NVIDIA driver: CUDA 12.8, expected 13.0 or newer for lib.so; ")
+
+
 def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
     build.library_path(Checkpoint(moe_32))
     shutil.copy(moe_32, tmp_path / "ready.bin")
