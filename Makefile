@@ -13,13 +13,14 @@ BUILD   := build/$(ARCH)-$(shell printf '%s' '$(CONFIG)' | sha256sum | cut -c1-1
 NUMBER  := $(ARCH:sm_%=%)
 CUDA    := $(if $(filter sm_%,$(ARCH)),$(wildcard native/cuda/*.cu))
 OBJECTS := $(patsubst native/%,$(BUILD)/%.o,$(wildcard native/*.c native/host/*.c) $(CUDA))
+HEADERS := $(shell cat native/*.h | sha256sum | cut -c1-12)
 FLAGS   := -O3 -Inative -MMD -MP $(CONFIG) $(if $(CUDA),-DCUDA_ARCH=$(NUMBER))
 WHOLE    = -MF $(@:.o=.d) -MT $@ -c -o $@.$$$$ $< && mv $@.$$$$ $@
 TARGET  := $(NUMBER:90=90a)
 $(BUILD)/libcolibri.so: $(OBJECTS)
 	$(if $(CUDA),nvcc -cudart static -Xcompiler -fopenmp,gcc -fopenmp) -shared -o $@.$$$$ $^ -lm && mv $@.$$$$ $@
 $(BUILD)/%.c.o: native/%.c ; @mkdir -p $(@D)
-	gcc -std=gnu11 -Wall -Wextra -Werror -Wno-aggressive-loop-optimizations -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp $(FLAGS) $(WHOLE)
+	gcc -std=gnu11 -Wall -Wextra -Werror -Wno-aggressive-loop-optimizations -fPIC -fvisibility=hidden -ffp-contract=off -fopenmp -DHEADERS='"$(HEADERS)"' $(FLAGS) $(WHOLE)
 $(BUILD)/%.cu.o: native/%.cu ; @mkdir -p $(@D)
 	nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fopenmp,-fvisibility=hidden -Werror all-warnings -gencode arch=compute_$(TARGET),code=sm_$(TARGET) $(FLAGS) $(WHOLE)
 .venv/installed: setup.cfg ; python3 -m venv .venv && .venv/bin/pip install -q -e .[test] && touch $@

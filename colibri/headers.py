@@ -7,6 +7,7 @@ The reader asks for what the headers promise: one field, #define or declaration 
 import ast
 import ctypes
 import functools
+import hashlib
 import math
 import operator
 import re
@@ -27,6 +28,12 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 Tensor = namedtuple("Tensor", "name type shape")  # type: "float" or "weight_t"; shape: 1, 2 or 3 ints
 Buffer = namedtuple("Buffer", "name dtype rows columns")
 Function = namedtuple("Function", "restype argtypes")
+
+
+@functools.cache
+def digest():
+    """The first 12 digits of their SHA-256, one after another, as the Makefile takes it."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(NATIVE.glob("*.h")))).hexdigest()[:12]
 
 
 class Headers:

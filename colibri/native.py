@@ -45,6 +45,10 @@ class Library:
         except (OSError, AttributeError) as error:
             reason = str(error).rpartition(f"{path}: ")[2]
             raise ColibriError(f"{self.file}: {reason}, expected a libcolibri.so; {_fix(path)}") from None
+        digest = self.digest().decode()
+        if digest != headers.digest():
+            raise ColibriError(f"{self.file}: of headers {digest}, expected {headers.digest()}, which are in native/; "
+                               f"{_fix(path)}")
         config = np.zeros((), headers.default().structs["Config"])
         self.config(config.ctypes.data)
         self.baked = {name: config[name].item() for name in config.dtype.names}

@@ -12,6 +12,8 @@
 
 /* The calling thread's last error, in one line. */
 const char *colibri_error(void);
+/* SHA-256 of the headers in native/ as the library was built, its first 12 digits: what Python reads has the same. */
+const char *colibri_digest(void);
 /* The baked configuration, as struct Config of config.h. */
 int colibri_config(void *config);
 /* The path that `backend` runs on this machine: "host avx2", "host portable", "cuda sm_90"; NULL where not built in. */

@@ -263,7 +263,7 @@ def test_flipped_byte(place):
 
 def test_no_compiler(place):
     """Neither make nor gcc on PATH, for a model whose library is not built."""
-    write_model("new.bin", ffn=1000 + os.getpid() % 1000)
+    write_model("new.bin", ffn=2000 + os.getpid() % 1000)
     environment = {"PATH": "/nonexistent"}
     line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place, environment=environment))
     assert line.startswith("make: not on PATH, expected it to build ")
@@ -276,7 +276,7 @@ def test_no_compiler(place):
 
 
 def test_no_build(place):
-    write_model("new.bin", ffn=1000 + os.getpid() % 1000)
+    write_model("new.bin", ffn=2000 + os.getpid() % 1000)
     line = line_of(program("colibri.run", "--model", "new.bin", "--no-build", *PROMPT, cwd=place))
     assert line.endswith("/libcolibri.so: not built, expected ready for --no-build; run make MODEL=new.bin")
 
@@ -356,9 +356,19 @@ def test_cut_library(place):
                                 "cut off, build it with make")
 
 
+def test_library_of_other_headers(place):
+    """Its structs may be others."""
+    data = Path(build.library_path(Checkpoint("moe.bin"))).read_bytes()
+    assert data.count(headers.digest().encode()) == 1
+    write("old.so", data.replace(headers.digest().encode(), b"0123456789ab"))
+    run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"COLIBRI_LIBRARY": "old.so"})
+    assert line_of(run) == (f"old.so: of headers 0123456789ab, expected {headers.digest()}, which are in native/; build it "
+                            "with make")
+
+
 def test_damaged_library_is_built_again(place):
     """What make takes for current: the line says how to get rid of it, and that helps."""
-    model = write_model(place / "damaged.bin", ffn=1000 + os.getpid() % 1000)
+    model = write_model(place / "damaged.bin", ffn=2000 + os.getpid() % 1000)
     library = Path(build.library_path(Checkpoint(model)))
     for data, reason in ((b"", "size=0, expected 64 bytes; the file is cut off, "),
                          (b"none", "file too short, expected a libcolibri.so; ")):
@@ -371,12 +381,12 @@ def test_damaged_library_is_built_again(place):
 
 
 def test_model_with_a_space_in_its_name(place):
-    model = write_model(place / "o' model.bin", ffn=1000 + os.getpid() % 1000)
+    model = write_model(place / "o' model.bin", ffn=2000 + os.getpid() % 1000)
     text = " ".join(program("colibri.run", "--doctor", "--model", "o' model.bin", cwd=place).stdout.decode().split())
     assert """ make MODEL='o'"'"' model.bin'""" in text
     options = "PYTHON=" + sys.executable
     made = subprocess.run(["make", "-nB", f"MODEL={model}", options], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert made.returncode == 0 and f"-DFFN={1000 + os.getpid() % 1000} " in made.stdout
+    assert made.returncode == 0 and f"-DFFN={2000 + os.getpid() % 1000} " in made.stdout
 
 
 @pytest.mark.parametrize("options, redirection, message", [
