@@ -263,7 +263,7 @@ def test_flipped_byte(place):
 
 def test_no_compiler(place):
     """Neither make nor gcc on PATH, for a model whose library is not built."""
-    write_model("new.bin", ffn=2000 + os.getpid() % 1000)
+    write_model("new.bin", ffn=1000 + os.getpid() % 1000)
     environment = {"PATH": "/nonexistent"}
     line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place, environment=environment))
     assert line.startswith("make: not on PATH, expected it to build ")
@@ -276,7 +276,7 @@ def test_no_compiler(place):
 
 
 def test_no_build(place):
-    write_model("new.bin", ffn=2000 + os.getpid() % 1000)
+    write_model("new.bin", ffn=1000 + os.getpid() % 1000)
     line = line_of(program("colibri.run", "--model", "new.bin", "--no-build", *PROMPT, cwd=place))
     assert line.endswith("/libcolibri.so: not built, expected ready for --no-build; run make MODEL=new.bin")
 
