@@ -113,6 +113,8 @@ def model(path, used):
 
 
 def library(checkpoint, arch, used):
+    if arch != "host":
+        device().check_weights(checkpoint)
     if chosen := os.environ.get("COLIBRI_LIBRARY"):
         path, text = build.library_path(checkpoint), f"ok: COLIBRI_LIBRARY={chosen}"
     else:
@@ -124,7 +126,6 @@ def library(checkpoint, arch, used):
     opened = native.Library(path)
     build.compare(opened, checkpoint)
     if arch != "host":
-        device().check_weights(checkpoint)
         device().check_library(opened)
     return text
 

@@ -144,7 +144,7 @@ class Reader:
                           "this model a prompt")
         if name != "input" and not vocab_size:
             raise Refused(f"{path}: vocab_size=0, expected tokens for {label[name]}; this is a bare stack of MoE "
-                          "layers, which takes the input of a line to --serve")
+                          "layers, give it an input over --serve")
 
     def _prompt(self, request, values, name, label):
         prompt, vocab_size = values[name], self._checkpoint.header["vocab_size"]

@@ -10,7 +10,6 @@ import time
 import traceback
 
 from colibri.errors import ColibriError
-from colibri.report import counted
 from colibri.requests import Refused, Request
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
@@ -54,8 +53,8 @@ class Scheduler:
     def submit(self, request):
         """Queues a request; raises Refused where the queue is full."""
         if self._submitted - self._ended >= self.queue_size + self.engine.num_slots:
-            raise Refused(f"queue: {counted(self.queue_size, 'request')} waiting, expected fewer; send it again later, "
-                          "or raise --queue-size", "queue_full", request.id)
+            raise Refused(f"queue: {self.queue_size} waiting, expected fewer; send it again later, or raise "
+                          "--queue-size", "queue_full", request.id)
         self._submitted += 1
         self._inbox.put(request)
 

@@ -424,7 +424,7 @@ def test_a_bare_stack_has_no_completions(tmp_path):
     with Service(write_model(tmp_path / "stack.bin", STACK), tmp_path) as service:
         status, _, text = ask(service, "POST", "/v1/completions", {"model": "stack.bin", "prompt": "x"})
         assert status == 400 and message(text).endswith("expected tokens for prompt; this is a bare stack of MoE "
-                                                        "layers, which takes the input of a line to --serve")
+                                                        "layers, give it an input over --serve")
         assert ask(service, "GET", "/metrics")[0] == 200
         assert service.stop() == 0
 

@@ -204,9 +204,9 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
                                                              f"hidden=64 of {tmp_path}/stack.bin; give it rows of that "
                                                              "size")),
                 ({"prompt": "x"}, (f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt; this is a bare "
-                                  "stack of MoE layers, which takes the input of a line to --serve")),
+                                  "stack of MoE layers, give it an input over --serve")),
                 ({"prompt_ids": [1]}, (f"{tmp_path}/stack.bin: vocab_size=0, expected tokens for prompt_ids; this is a "
-                                      "bare stack of MoE layers, which takes the input of a line to --serve"))):
+                                      "bare stack of MoE layers, give it an input over --serve"))):
             with pytest.raises(Refused) as refused:
                 reader.request({"id": 1, **fields})
             assert str(refused.value) == message

@@ -190,7 +190,7 @@ def test_a_full_queue(scheduler):
     with pytest.raises(Refused) as refused:
         scheduler.submit(request(b"z", 1, id=9))
     assert (str(refused.value), refused.value.code, refused.value.id) == (
-        "queue: 3 requests waiting, expected fewer; send it again later, or raise --queue-size", "queue_full", 9)
+        "queue: 3 waiting, expected fewer; send it again later, or raise --queue-size", "queue_full", 9)
     turn(scheduler)
     assert scheduler.num_waiting == 3 and scheduler.num_running == 4
     turn(scheduler)

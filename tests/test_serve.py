@@ -204,7 +204,7 @@ def test_a_full_queue(service):
         client.send(*({"id": number, **LONG} for number in range(14)))
         got = [client.receive() for _ in range(2)]
         assert [(line["id"], line["error"]["code"], line["error"]["message"]) for line in got] == [
-            (number, "queue_full", "queue: 4 requests waiting, expected fewer; send it again later, or raise --queue-size")
+            (number, "queue_full", "queue: 4 waiting, expected fewer; send it again later, or raise --queue-size")
             for number in (12, 13)]
         assert sorted(client.receive()["id"] for _ in range(12)) == list(range(12))
         assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
@@ -647,7 +647,7 @@ def test_a_bare_stack(tmp_path):
     request = {"id": 1, "input": str(tmp_path / "x.npy"), "output": str(tmp_path / "y.npy")}
     got, log = run(stack, json.dumps(request).encode() + b'\n{"id": 2, "prompt": "x"}\n')
     assert got[0]["error"]["message"].endswith("expected tokens for prompt; this is a bare stack of MoE layers, give "
-                                               "it an input")
+                                               "it an input over --serve")
     assert got[1] == {**got[1], "id": 1, "output": request["output"], "finish_reason": "stop", "prompt_tokens": 1200,
                       "completion_tokens": 0, "itl_p50_ms": None}
     with Engine(stack, backend="host") as engine:
