@@ -2,6 +2,7 @@
 # native/config.h's defaults. DEFINES=-DMAX_BATCH=64 raises a capacity.
 ARCHS   := host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 ARCH    := host
+MODEL   :=
 $(if $(filter $(ARCHS:%=[%]),[$(ARCH)]),,$(error ARCH=$(ARCH): expected one of $(ARCHS)))
 NAMES   := $(shell sed -n 's/^.ifndef //p' native/config.h | grep -v -e ^COLIBRI_ -e ^CUDA_ARCH | paste -sd'|')
 WRONG   := $(shell printf '%s\n' '$(subst ','\'',$(DEFINES))' | tr ' ' '\n' | awk -F= '$$0 != "" && ($$0 !~ /^-D($(NAMES))=(0|[1-9][0-9]*)$$/ || seen[$$1]++)')

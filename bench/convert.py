@@ -106,7 +106,8 @@ def measure(command, output):
 
 def main():
     parser = Parser("convert", __doc__)
-    parser.add_argument("--gib", type=amount, default=1, metavar="N", help="least size of the checkpoint, in whole layers (default 1)")
+    parser.add_argument("--gib", type=amount, default=1, metavar="N",
+                        help="least size of the checkpoint, in whole layers (default 1)")
     parser.add_argument("--sharded", action="store_true", help="a folder of safetensors instead of a .pt")
     parser.add_argument("--runs", type=count, default=5, metavar="N")
     parser.add_argument("--directory", help="where to work (default: the temporary directory)")

@@ -96,7 +96,7 @@ def measure_memory(model, steps):
     rng = np.random.default_rng(0)
     with Engine(model, backend="cuda") as engine:
         used = []
-        for index in range(steps // 10):
+        for index in range(max(1, steps // 10)):
             sessions = [engine.session() for _ in range(rng.integers(1, 33) if index > 32 else min(index + 1, 32))]
             engine.step([(session, rng.integers(0, 256, rng.integers(1, 400))) for session in sessions])
             for _ in range(9):
@@ -111,7 +111,7 @@ def measure_memory(model, steps):
 
 def measure_cold_start(model, repeat=3):
     """The parts of the time from a process's start to its first token, each the median of some processes."""
-    command = [sys.executable, "-m", "colibri.run", "--model", model, "--backend", "cuda", "--seq-len", "9",
+    command = [sys.executable, "-m", "colibri.run", "--model", Path(model).resolve(), "--backend", "cuda", "--seq-len", "9",
                "--max-new-tokens", "8", "--warmup", "0", "--repeat", "1", "--json"]
     runs = [json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT).stdout)
             for _ in range(repeat + 1)][1:]

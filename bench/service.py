@@ -1,7 +1,9 @@
 """Starts the service for a benchmark, and speaks its lines."""
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -24,8 +26,8 @@ class Service:
     """
 
     def __init__(self, model, *options):
-        command = [sys.executable, "-m", "colibri.run", "--model", str(model), "--serve", "127.0.0.1:0", "--http",
-                   "127.0.0.1:0", *map(str, options)]
+        command = [sys.executable, "-m", "colibri.run", "--model", str(Path(model).resolve()), "--serve", "127.0.0.1:0",
+                   "--http", "127.0.0.1:0", *map(str, options)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                                         start_new_session=True)  # Ctrl-C is the benchmark's
         self.pid, self.log = self.process.pid, []
@@ -53,7 +55,7 @@ class Service:
 
     def __exit__(self, *exception):
         if self.process.poll() is None:
-            self.process.kill()
+            os.killpg(self.pid, signal.SIGKILL)  # with what it may be building
         self.process.wait()
 
     def stop(self):

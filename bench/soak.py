@@ -39,6 +39,8 @@ HTTP_SHARE = 0.05       # of the episodes
 GROWTH = 0.02           # of memory, from after the warm-up to the end
 WARM_UP = 0.2           # of the time
 IDLE_SECONDS = 20       # for slots to become free at the end
+FAIL_SECONDS = 2        # for others to notice what one has failed of
+TERMINATED = 143, -signal.SIGTERM
 STOPPED_SECONDS = 0.2, 3.0
 LOG_LINE = re.compile(r"""\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w+( \w+=("([^"\\]|\\.)*"|[^\s"]+))*\n""")
 BAD_LINES = [
@@ -142,7 +144,7 @@ class Client:
             response.read(self.random.randrange(1000))
         else:
             answer = json.loads(response.read())
-            if response.status != 429 and answer["choices"][0]["text"] != case["output"]:
+            if response.status != 429 and answer.get("choices", [{}])[0].get("text") != case["output"]:
                 self.fail(f"wrong: HTTP {response.status} {str(answer)[:300]}, expected {case['output'][:300]!r}")
         connection.close()
 
@@ -237,7 +239,10 @@ def client_main(arguments):
     """python -m bench.soak --client HOST PORT HTTP_PORT MODEL CASES SEED UNTIL: prints what it counted."""
     (host, port, http_port), (model, cases, seed, until) = arguments[:3], arguments[3:]
     client = Client((host, int(port)), (host, int(http_port)), model, json.loads(Path(cases).read_text()), int(seed))
-    client.run(float(until))
+    try:
+        client.run(float(until))
+    except OSError as error:
+        client.fail(f"lost: {error}")
     print(json.dumps({"counts": client.counts, "ttft": client.ttft, "itl": client.itl}))
 
 
@@ -275,6 +280,8 @@ class Memory:
 
     def figures(self):
         """{"resident": (after the warm-up, at the end, growth), ...}: medians of a tenth of the samples each."""
+        if not self.samples:
+            return {}
         start, end = self.samples[0][0], self.samples[-1][0]
         warm = [sample for sample in self.samples if sample[0] >= start + WARM_UP * (end - start)]
         tenth = max(1, len(warm) // 10)
@@ -299,14 +306,19 @@ def soak(options, service, folder):
                for number in range(options.clients)]
     memory, stops, clock = Memory(service), 0, Seconds(until - time.time(), "soak")
     try:
-        while clock.left() and all(client.poll() in (None, 0) for client in clients):
-            chosen = source.choice(clients)
-            chosen.send_signal(signal.SIGSTOP)
-            stops += 1
-            time.sleep(min(source.uniform(*STOPPED_SECONDS), max(0.1, 30 * options.soak)))
-            chosen.send_signal(signal.SIGCONT)
-            memory.sample()
-        reports = [client.communicate(timeout=120)[0] for client in clients]
+        with contextlib.suppress(OSError):  # where the service has ended, its clients say so
+            while clock.left() and all(client.poll() in (None, 0) for client in clients):
+                chosen = source.choice(clients)
+                chosen.send_signal(signal.SIGSTOP)
+                stops += 1
+                time.sleep(min(source.uniform(*STOPPED_SECONDS), max(0.1, 30 * options.soak)))
+                chosen.send_signal(signal.SIGCONT)
+                memory.sample()
+        if time.time() < until:  # one has failed: the others need not go on
+            time.sleep(FAIL_SECONDS)
+            for client in [client for client in clients if client.poll() is None]:
+                client.terminate()
+        reports = [(client, client.communicate(timeout=120)[0]) for client in clients]
     finally:
         for client in clients:
             if client.poll() is None:
@@ -314,7 +326,7 @@ def soak(options, service, folder):
                 client.kill()
             client.wait()
     return [json.loads(report.splitlines()[-1]) if report else {"failure": "client: ended without a report"}
-            for report in reports], memory.figures(), stops
+            for client, report in reports if client.returncode not in TERMINATED], memory.figures(), stops
 
 
 def free_slots(service):
@@ -387,7 +399,10 @@ def main(arguments=None):
     model = example_model(options.model)
     with tempfile.TemporaryDirectory() as folder, Service(model, "--batch-size", options.slots) as service:
         reports, memory, stops = soak(options, service, Path(folder))
-        slots = free_slots(service)
+        try:
+            slots = free_slots(service)
+        except OSError:  # it has ended
+            slots = 0, options.slots
         status, log = service.stop()
     failures = check(reports, memory, slots, status, log)
     figures = summary(options, reports, memory, slots, stops)

@@ -170,6 +170,8 @@ class Checkpoint:
             chosen = [layer for layer in range(128) if headers.in_mask(header[name], layer)]
             self.expect(not chosen or chosen[-1] < layers, name, chosen and chosen[-1], f"below num_layers={layers}")
             self.expect(not chosen or header[needs], needs, header[needs], f"at least 1, for the layers of {name}")
+        bare = header["num_heads"] == 0
+        self.expect(not bare or not any(header["dense_layers"]), "dense_layers", "some", "none in a bare stack")
         self.expect(header["window"] < 1 << 31, "window", header["window"], "below 2^31")
         wide = header["dense_ffn"] or header["shared_ffn"]
         self.expect(not wide or header["gated"], "gated", header["gated"], "1 with dense_ffn or shared_ffn")

@@ -20,7 +20,7 @@ from collections import namedtuple
 import numpy as np
 
 from colibri.errors import ColibriError
-from colibri.graphs import GraphCache
+from colibri.graphs import MAX_NODES, GraphCache
 from colibri.headers import default, in_mask
 from colibri.weights import usable_processors
 
@@ -29,6 +29,7 @@ COPY_THREADS = 8                             # that read the model's file for th
 CHUNK_BYTES = 2 << 20                        # ... each through two chunks of this size ...
 PART_BYTES = 1 << 30                         # ... so much at a time
 GRAPH_BYTES = 64 << 20                       # what graphs may take of the device's memory, an estimate
+MAX_COMBINATIONS = MAX_NODES // 16           # graphs to make ahead: each has some ten nodes, and all are to stay
 PROBE_BYTES = 256 << 20                      # more than the caches hold
 
 Gpu = namedtuple("Gpu", "handle name capability driver_version num_bytes seconds")
@@ -54,8 +55,13 @@ def call(name, *arguments):
 def _status(name, *arguments):
     try:
         return getattr(driver(), name)(*arguments)
-    except ValueError as error:  # the driver is newer than cuda-python
-        raise ColibriError(f"GPU: {name}: {error}, expected CUDA_SUCCESS; pip install -U cuda-python names it") from None
+    except ValueError as error:
+        raise new_status(name, error) from None
+
+
+def new_status(name, error):
+    """Of a driver that is newer than cuda-python."""
+    return ColibriError(f"GPU: {name}: {error}, expected CUDA_SUCCESS; pip install -U cuda-python names it")
 
 
 def attribute(handle, name):
@@ -178,13 +184,18 @@ class Graph:
     """An executable graph on a stream."""
 
     def __init__(self, graph, stream):
-        self.num_nodes = call("cuGraphGetNodes", graph)[1]
-        self._executable = call("cuGraphInstantiate", graph, 0)
-        call("cuGraphDestroy", graph)
+        try:
+            self.num_nodes = call("cuGraphGetNodes", graph)[1]
+            self._executable = call("cuGraphInstantiate", graph, 0)
+        finally:
+            call("cuGraphDestroy", graph)
         self._start, self._stream, self._success = driver().cuGraphLaunch, stream, driver().CUresult.CUDA_SUCCESS
 
     def launch(self):
-        status = self._start(self._executable, self._stream)[0]
+        try:
+            status = self._start(self._executable, self._stream)[0]
+        except ValueError as error:
+            raise new_status("cuGraphLaunch", error) from None
         if status is not self._success:
             raise ColibriError(f"GPU: cuGraphLaunch={status.name}, expected CUDA_SUCCESS; "
                                "see python -m colibri.run --doctor")
@@ -287,6 +298,7 @@ class DeviceMemory:
 
     def pin(self, array):
         """Page-locks and maps a C-contiguous array that its owner keeps until close(), so that kernels read it there."""
+        self._enter()
         flags = 0 if array.flags.writeable else driver().CU_MEMHOSTREGISTER_READ_ONLY
         call("cuMemHostRegister", array.ctypes.data, array.nbytes, flags | driver().CU_MEMHOSTREGISTER_DEVICEMAP)
         self._registered.append(array)
@@ -348,6 +360,7 @@ class DeviceMemory:
 
     def precapture(self, model):
         """Makes every graph of decoding ahead: of each batch size, or of each layer and combination of experts."""
+        self._enter()
         forward, baked = self._library.forward, self._library.baked
         if baked["vocab_size"] == 0 or self.dispatch == "dynamic":
             return
@@ -355,25 +368,32 @@ class DeviceMemory:
             for size in sorted({self._buckets[size] for size in range(1, baked["max_batch"] + 1)}):
                 self.graphs.create((id(forward), model, size, size), functools.partial(forward, model, size, size))
             return
-        combinations = list(itertools.combinations(range(baked["num_experts"]), baked["k"]))
-        for part, has_router in enumerate(self._has_router(model)):
+        has_router = self._has_router(model)
+        count = math.comb(baked["num_experts"], baked["k"]) * sum(has_router)
+        if count > MAX_COMBINATIONS:
+            raise ColibriError(f"--precapture: {count} graphs of combinations of experts, expected at most "
+                               f"{MAX_COMBINATIONS}; leave it out, and each is made at its first sight")
+        for part, has in enumerate(has_router):
             enqueue = functools.partial(self._library.forward_part, model, 1, 1, part)
-            for chosen in combinations if has_router else [()]:
+            for chosen in itertools.combinations(range(baked["num_experts"]), baked["k"]) if has else [()]:
                 self.graphs.create((model, 1, part, chosen), enqueue)
 
     def _capture(self, enqueue):
         call("cuStreamBeginCapture", self._stream, self._capture_mode)
         try:
             enqueue()
-        finally:
-            status, graph = driver().cuStreamEndCapture(self._stream)  # also after an error, which then goes on
+        except BaseException:
+            with contextlib.suppress(ColibriError):
+                call("cuGraphDestroy", call("cuStreamEndCapture", self._stream))
+            raise
+        status, graph = _status("cuStreamEndCapture", self._stream)
         if status != driver().CUresult.CUDA_SUCCESS:
             raise ColibriError(f"GPU: cuStreamEndCapture={status.name}, expected CUDA_SUCCESS; "
                                "run with --dispatch dynamic")
         return Graph(graph, self._stream)
 
     def sync(self):
-        status = driver().cuStreamSynchronize(self._stream)[0]
+        status = _status("cuStreamSynchronize", self._stream)[0]
         if status is not driver().CUresult.CUDA_SUCCESS:
             raise ColibriError(f"GPU: step {self._steps}: {status.name}, expected CUDA_SUCCESS; run again with --dispatch "
                                "dynamic and CUDA_LAUNCH_BLOCKING=1 in the environment to see its layer and op")
@@ -391,25 +411,28 @@ class DeviceMemory:
 
     def close(self):
         """Frees everything; after a device error the context is lost, and its memory with it."""
-        with contextlib.suppress(ColibriError):
-            if self._context is not None:
-                self._free()
+        if self._context is not None:
+            for free, *arguments in self._held():
+                with contextlib.suppress(ColibriError):
+                    free(*arguments)
         self._opening.close()
 
-    def _free(self):
-        call("cuCtxSetCurrent", self._context)
-        self.graphs.close()
+    def _held(self):
+        """(function that frees it, arguments) for all that it holds."""
+        yield call, "cuCtxSetCurrent", self._context
+        yield self.graphs.close,
         for array in self._registered:
-            call("cuMemHostUnregister", array.ctypes.data)
+            yield call, "cuMemHostUnregister", array.ctypes.data
         for block in self._device_blocks:
-            call("cuMemFree", block)
+            yield call, "cuMemFree", block
         for address in self._pinned:
-            call("cuMemFreeHost", address)
+            yield call, "cuMemFreeHost", address
         if self._stream is not None:
-            call("cuStreamDestroy", self._stream)
+            yield call, "cuStreamDestroy", self._stream
 
     def read_bandwidth(self, checkpoint, threads):
         """Of a copy within the device's memory, bytes read and bytes written counted alike."""
+        self._enter()
         with temporary(PROBE_BYTES) as source, temporary(PROBE_BYTES) as target:
             call("cuMemsetD8Async", source, 0x5a, PROBE_BYTES, self._stream)
             copy = functools.partial(call, "cuMemcpyDtoDAsync", target, source, PROBE_BYTES, self._stream)

@@ -89,17 +89,18 @@ class Engine:
 
     def _place(self, memory):
         """Opens a backend's memory and puts the model there."""
-        self.memory = memory(self.library)
+        self.memory, self._unwatch = memory(self.library), lambda: None
         try:
+            self._unwatch = self.library.watch(self.checkpoint.path, self.checkpoint.data)
             self._bind()
         except BaseException:
+            self._unwatch()
             self.memory.close()
             raise
 
     def _bind(self):
         """Gives the library the memory that it works in; what it points to is kept in attributes."""
         library, memory, structs = self.library, self.memory, self.library.headers.structs
-        self._unwatch = library.watch(self.checkpoint.path, self.checkpoint.data)
         header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
         header["num_layers"] = self.num_layers
         self._buffers = {buffer.name: buffer for buffer in library.headers.state_buffers(header[0], self.num_slots)}
@@ -258,6 +259,7 @@ class Engine:
         self._fields["num_tokens"][0] = num_rows
         self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
+    @alone
     def pin(self, array):
         """Page-locks a C-contiguous array, until close(): a GPU's steps then read a float32 input where it lies.
 
@@ -268,7 +270,6 @@ class Engine:
         if not array.flags.c_contiguous or array.nbytes == 0:
             raise ColibriError(f"array: shape={array.shape}, strides={array.strides}, expected C-contiguous and not "
                                "empty; use numpy.ascontiguousarray")
-        self._check_open()
         return self.memory.pin(array)
 
     @alone
@@ -278,6 +279,8 @@ class Engine:
 
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""
+        if native.is_forked():  # the memory is the parent's, and nobody may be left to release the lock
+            return
         with self._lock:
             if self._model is not None:
                 self._model = None
@@ -441,6 +444,8 @@ class Session:
 
     def close(self):
         """Gives the slot back."""
+        if native.is_forked():
+            return
         with self.engine._lock:
             self._release()  # once, however often it is called
             self.slot = None

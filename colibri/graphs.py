@@ -10,7 +10,7 @@ class GraphCache:
 
     capture(enqueue) records what enqueue() starts, without running it; it returns a graph with the attribute
     num_nodes and the methods launch() and destroy(). A key must hold every value and address that its graph has
-    baked in. hits, misses, captures, evictions and num_nodes count from the start.
+    baked in. hits, misses, captures and evictions count from the start.
     """
 
     def __init__(self, capture, max_nodes=MAX_NODES):

@@ -73,9 +73,14 @@ def check_process():
     """That this process did not inherit the library from another: a fork copies no threads, and would wait for them."""
     global _process
     _process = _process or os.getpid()
-    if os.getpid() != _process:
+    if is_forked():
         raise ColibriError("engine: in a forked process, expected the one that loaded the library; start others with "
                            "multiprocessing.get_context('spawn')")
+
+
+def is_forked():
+    """Whether this process is a fork of one that loaded a library."""
+    return _process not in (None, os.getpid())
 
 
 def _check_whole(path, name):

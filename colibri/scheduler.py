@@ -70,6 +70,8 @@ class Scheduler:
     def take(self):
         """The requests that have news, each once."""
         self._told = False
+        if self.failure is not None:  # the thread has ended, and will not answer what has come since
+            self._refuse(self.failure)
         news = {}
         while self._outbox:
             news[self._outbox.popleft()] = None
@@ -116,12 +118,16 @@ class Scheduler:
             self._fail(f"scheduler: {traceback.format_exc(limit=-3)}".replace("\n", " "))
 
     def _fail(self, message):
+        self._refuse(message)
         self.failure = message
+        self._deliver()  # also where no request is left: the service must know
+
+    def _refuse(self, message):
+        """Ends all requests with an error, those included that have not been looked at."""
         items = [self._inbox.get() for _ in range(self._inbox.qsize())]
         for request in dict.fromkeys([*self._waiting, *self._prefilling, *self._running, *items]):
             if isinstance(request, Request) and request.finish is None:
                 self._finish(request, error=Refused(message, "internal", request.id))
-        self._deliver()  # also where no request is left: the service must know
 
     def _turn(self):
         idle = not (self._waiting or self._prefilling or self._running)
@@ -272,7 +278,7 @@ class Scheduler:
             x = rows.read(request.prefilled, self.engine.max_tokens)
             code = "internal"
             self.steps["prefill"] += 1
-            rows.write(self.engine.stack(x))
+            rows.write(self._stack(x))
             request.prefilled += len(x)
             if request.prefilled < len(rows):
                 return
@@ -283,6 +289,13 @@ class Scheduler:
             self.engine.memory.sync()
             self._finish(request, error=Refused(_reason(error), code, request.id))
         self._prefilling.remove(request)
+
+    def _stack(self, x):
+        self.step_began = time.monotonic()
+        try:
+            return self.engine.stack(x)
+        finally:
+            self.step_began = None
 
     def _step(self, kind, requests, work, samplers):
         """The next token of each; None for a sampler of None, and where the step failed, which ends that request."""

@@ -50,6 +50,14 @@ def test_make_and_python_agree_on_the_library(tmp_path, monkeypatch):
     assert f"host-{key}" in library
 
 
+def test_a_model_in_the_environment_is_not_makes(tmp_path, monkeypatch):
+    """As of a service, whose settings name it."""
+    path = write_model(tmp_path / "model.bin", ffn=3000 + os.getpid() % 1000)
+    monkeypatch.setenv("MODEL", "none.bin")
+    assert make_prints() == make_prints("MODEL=")
+    assert build.library_path(Checkpoint(path)).endswith("/libcolibri.so")
+
+
 def test_make_stops_at_a_model_that_it_cannot_read():
     made = subprocess.run(["make", "MODEL=none.bin", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
                           text=True, check=False)

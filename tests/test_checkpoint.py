@@ -148,6 +148,12 @@ def test_a_stack_has_no_heads_of_any_kind(tmp_path, field):
         Checkpoint(path)
 
 
+def test_a_stack_has_no_dense_layers(tmp_path):
+    path = write_model(tmp_path / "stack.bin", STACK, dense_layers=headers.mask([0]), dense_ffn=64)
+    with pytest.raises(ColibriError, match="dense_layers=some, expected none in a bare stack; the file is damaged"):
+        Checkpoint(path)
+
+
 @pytest.mark.parametrize("path", [None, 3.5])
 def test_no_name(path):
     with pytest.raises(ColibriError, match="expected the name of a file"):

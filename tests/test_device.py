@@ -15,7 +15,7 @@ import pytest
 from conftest import DATA, ROOT, program
 from synthetic import write_model
 
-from colibri import build, device, doctor, engine, headers
+from colibri import build, device, doctor, engine, headers, native
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
@@ -119,7 +119,7 @@ def memory_of(driver, use):
     """A DeviceMemory without its context."""
     use(driver)
     memory = object.__new__(device.DeviceMemory)
-    memory._stream, memory._steps, memory._open = None, 12, lambda: None
+    memory._stream, memory._steps, memory._open, memory._enter = None, 12, lambda: None, lambda: None
     return memory
 
 
@@ -143,14 +143,51 @@ def test_error_on_the_device_names_the_step(use):
 def test_capture_ends_also_after_an_error(use):
     ended = []
     memory = memory_of(Driver(cuStreamBeginCapture=lambda *_: (Status.CUDA_SUCCESS,),
-                              cuStreamEndCapture=lambda _: (ended.append(1) or Status.CUDA_SUCCESS, None)), use)
+                              cuStreamEndCapture=lambda _: (Status.CUDA_SUCCESS, 7),
+                              cuGraphDestroy=lambda graph: (ended.append(graph) or Status.CUDA_SUCCESS,)), use)
     memory._capture_mode = None
 
     def broken():
         raise ColibriError("launch")
     with pytest.raises(ColibriError, match="launch"):
         memory._capture(broken)
-    assert ended == [1]
+    assert ended == [7]
+
+
+@pytest.mark.parametrize("failing", ["cuGraphGetNodes", "cuGraphInstantiate"])
+def test_graph_that_cannot_be_made_is_not_kept(use, failing):
+    ok, destroyed = Status.CUDA_SUCCESS, []
+    use(Driver(**{"cuGraphGetNodes": lambda *_: (ok, None, 3), "cuGraphInstantiate": lambda *_: (ok, 8),
+                  "cuGraphDestroy": lambda graph: (destroyed.append(graph) or ok,), failing: no_memory}))
+    with pytest.raises(ColibriError, match=f"GPU: {failing}=CUDA_ERROR_OUT_OF_MEMORY"):
+        device.Graph(7, 5)
+    assert destroyed == [7]
+
+
+@pytest.mark.parametrize("name", ["cuStreamSynchronize", "cuStreamEndCapture", "cuGraphLaunch"])
+def test_status_that_is_newer_than_cuda_python(use, name):
+    ok = Status.CUDA_SUCCESS
+    memory = memory_of(Driver(**{
+        "cuStreamBeginCapture": lambda *_: (ok,), "cuStreamEndCapture": lambda _: (ok, 7),
+        "cuGraphGetNodes": lambda *_: (ok, None, 3), "cuGraphInstantiate": lambda *_: (ok, 8),
+        "cuGraphDestroy": lambda _: (ok,), "cuGraphLaunch": lambda *_: (ok,), name: fails(ValueError("999999 is not a valid CUresult"))}), use)
+    memory._capture_mode = None
+    with pytest.raises(ColibriError, match=f"^GPU: {name}: 999999 is not a valid CUresult, expected CUDA_SUCCESS; "):
+        memory._capture(lambda: None).launch()
+        memory.sync()
+
+
+def test_too_many_combinations_are_not_made_ahead(use):
+    """128 experts of which 8 are chosen: 10^12 graphs."""
+    model = np.zeros(1, headers.default().structs["Model"])
+    model["header"]["num_layers"] = 1
+    memory = memory_of(Driver(), use)
+    memory.dispatch, memory.graphs = "combo", None
+    memory._library = types.SimpleNamespace(headers=headers.default(), forward_part=print, forward=print,
+                                            baked={"k": 8, "num_experts": 128, "vocab_size": 9})
+    with pytest.raises(ColibriError, match="--precapture: 1429702652400 graphs of combinations of experts, expected at "
+                                           "most 8192; leave it out, "):
+        memory.precapture(model.ctypes.data)
 
 
 def test_buckets():
@@ -218,6 +255,7 @@ class HostGpu:
                 assert self._thread.context == 1
                 return function(*arguments)
             return call
+        self.within = within
 
         def allocate(size, _=0):
             block = np.zeros(size, np.uint8)
@@ -303,8 +341,9 @@ def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
     assert str(error.value) == line
 
 
-def test_engine_over_a_made_up_gpu(use, monkeypatch, moe_32):
-    """The host's library in a GPU's place: weights arrive, threads come and go, and all is given back."""
+@pytest.fixture
+def made_up(use, monkeypatch):
+    """A HostGpu with the host's library in the place of its own, for --dispatch dynamic."""
     gpu, opened = HostGpu(), engine.open_library
     use(gpu.driver)
 
@@ -321,6 +360,11 @@ def test_engine_over_a_made_up_gpu(use, monkeypatch, moe_32):
     monkeypatch.setattr(device, "check_library", lambda _: None)
     monkeypatch.setattr(device, "buckets", lambda count: list(range(count + 1)))
     monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    return gpu
+
+
+def test_engine_over_a_made_up_gpu(made_up, moe_32):
+    """Weights arrive, threads come and go, and all is given back."""
     texts = []
 
     def generate(used):
@@ -336,8 +380,41 @@ def test_engine_over_a_made_up_gpu(use, monkeypatch, moe_32):
         assert used.memory.read(int(used._weights[0]["embed"][0]), (8,), np.uint8).tolist() == (
             used.checkpoint.tensors["embed"].view(np.uint8)[:8].tolist())
         used.close()
-        assert not gpu.held
+        assert not made_up.held
     assert len(texts) == 5 and len(set(texts)) == 1
+
+
+def test_what_another_thread_opened(made_up, moe_32):
+    """Each call makes the context its own thread's first."""
+    used = in_thread(engine.Engine, moe_32, backend="cuda", dispatch="dynamic")
+    array = np.zeros(4096, np.float32)
+    assert in_thread(used.pin, array) is array and f"locked {array.ctypes.data}" in made_up.held
+    made_up.driver.cuEventCreate = made_up.within(fails(ColibriError("here")))
+    for call in (lambda: used.memory.read_bandwidth(used.checkpoint, 1), used.memory.pinned_rate):
+        with pytest.raises(ColibriError, match="here"):
+            call()
+    used.close()
+    assert not made_up.held
+
+
+def test_all_is_given_back_where_a_call_fails(made_up, moe_32):
+    used = engine.Engine(moe_32, backend="cuda", dispatch="dynamic")
+    made_up.driver.cuMemHostUnregister = no_memory
+    array = used.pin(np.zeros(4096, np.float32))
+    used.close()
+    assert list(made_up.held) == [f"locked {array.ctypes.data}"]
+
+
+def test_file_is_not_watched_where_an_engine_does_not_open(made_up, monkeypatch, moe_32):
+    watches, watch = [], native.Library.watch
+    monkeypatch.setattr(native.Library, "watch", lambda *of: watches.append(watch(*of)) or watches[-1])
+    made_up.driver.cuMemGetInfo = lambda: (Status.CUDA_SUCCESS, 1 << 20, 8 << 30)
+    checkpoint = Checkpoint(moe_32)
+    with pytest.raises(ColibriError, match="GPU memory: "):
+        engine.Engine(checkpoint, backend="cuda")
+    with engine.Engine(checkpoint):  # on the host, after the same error
+        assert [watch.alive for watch in watches] == [False, False, True]
+    assert not watches[-1].alive
 
 
 def in_thread(function, *arguments, **options):

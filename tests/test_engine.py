@@ -199,6 +199,8 @@ def test_a_forked_process_is_told(moe_32):
               "def load():\n    Engine(sys.argv[1], backend='host', threads=2)\n"
               "for use in (lambda: session.prefill(b'word' * 40), load):\n    try:\n        use()\n"
               "    except ColibriError as error:\n        caught += 'forked process' in str(error)\n"
+              "engine._lock.acquire()\n"  # as a thread that was within a step has left it
+              "session.close()\nengine.close()\n"
               "os._exit(40 + caught)\n")
     forked = subprocess.run([sys.executable, "-c", script, str(moe_32)], cwd=ROOT, capture_output=True, check=False)
     assert forked.returncode == 42, forked.stderr

@@ -374,6 +374,9 @@ def test_a_device_that_is_lost(small, monkeypatch):
     assert {(item.finish, str(item.error), item.error.code) for item in items} == {
         ("error", scheduler.failure, "internal")}
     assert scheduler.num_unfinished == 0
+    late = request(b"late", 4)
+    scheduler.submit(late)  # by a server that has not heard of it yet
+    assert late in scheduler.take() and str(late.error) == scheduler.failure and scheduler.num_unfinished == 0
 
 
 def test_an_idle_scheduler_takes_no_time(small):
@@ -462,12 +465,16 @@ def test_hidden_states_of_a_stack(tmp_path, monkeypatch):
         spoiled = inputs[0].copy()
         spoiled[700, 3] = np.nan
         items.append(stack_request(engine.checkpoint, spoiled, tmp_path, "nan"))
+        began, stack = [], engine.stack
+        monkeypatch.setattr(engine, "stack", lambda x: began.append(scheduler.step_began) or stack(x))
         for item in items:
             scheduler.submit(item)
         finish(scheduler, *items)
         for item, x in zip(items, inputs):
             assert item.finish == "stop"
             np.testing.assert_array_equal(np.load(item.rows.output), engine.stack(x))
+        assert scheduler.step_began is None and len(began) > 6  # what tells a step that hangs
+        assert time.monotonic() - 60 < min(began[:6]) and began[:6] == sorted(began[:6])
         assert str(items[3].error) == (f"{tmp_path}/nan.npy: row 700 holds NaN or inf, expected finite numbers; look "
                                        "at what made it")
         cut = stack_request(engine.checkpoint, inputs[0], tmp_path, "cut")

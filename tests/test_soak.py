@@ -3,9 +3,13 @@
 import csv
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,3 +112,20 @@ def test_what_the_end_notices():
     assert soak.check([{}], flat, (3, 4), 0, log) == ["slots: 3 free at the end, expected all 4"]
     assert soak.check([{}], flat, (4, 4), 1, log) == ["service: ended with 1, expected 0"]
     assert "is no line of one request" in soak.check([{}], flat, (4, 4), 0, [log[0][:-1] + log[0][5:]])[0]
+
+
+def test_soak_tells_that_its_service_was_killed(moe_32):
+    """Every client that saw it says so, and the exit status is the service's end."""
+    command = [sys.executable, "-m", "bench.soak", "--soak", "2", "--clients", "2", "--json", "--model", moe_32]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+        while len(pids := children.read_text().split()) < 3:  # the service, then its clients
+            assert run.poll() is None
+            time.sleep(0.01)
+        time.sleep(1)
+        os.kill(int(pids[0]), signal.SIGKILL)
+        figures, errors = run.communicate(timeout=60)
+    failures = json.loads(figures)["failures"]
+    assert run.returncode == 1 and errors.splitlines() == failures
+    assert "service: ended with -9, expected 0" in failures
+    assert any(failure.startswith("client 100") for failure in failures)
