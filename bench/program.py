@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, imports_done
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,10 +84,9 @@ class Seconds:
 
 def run(main):
     """Runs it and ends. Processes that it started are ended by the blocks that it leaves."""
-    sys.excepthook = sys.__excepthook__
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        imports_done()
         sys.exit(main())
     except ColibriError as error:
         message, status = str(error), 2

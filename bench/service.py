@@ -1,9 +1,7 @@
 """Starts the service for a benchmark, and speaks its lines."""
 
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from pathlib import Path
 from bench.program import ROOT
 
 READY = re.compile(r"^serving .* on ([\d.]+):(\d+), http ([\d.]+):(\d+)$")
-READY_SECONDS = 300  # a library may have to be built first
 STOP_SECONDS = 60
 
 
@@ -28,8 +25,7 @@ class Service:
     def __init__(self, model, *options):
         command = [sys.executable, "-m", "colibri.run", "--model", str(Path(model).resolve()), "--serve", "127.0.0.1:0",
                    "--http", "127.0.0.1:0", *map(str, options)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                                        start_new_session=True)  # Ctrl-C is the benchmark's
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.pid, self.log = self.process.pid, []
         try:
             ready = self._wait(command)
@@ -55,7 +51,7 @@ class Service:
 
     def __exit__(self, *exception):
         if self.process.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)  # with what it may be building
+            self.process.kill()
         self.process.wait()
 
     def stop(self):

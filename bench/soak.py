@@ -243,6 +243,8 @@ def client_main(arguments):
         client.run(float(until))
     except OSError as error:
         client.fail(f"lost: {error}")
+    except KeyboardInterrupt:  # which is everybody's: who started it says so
+        os._exit(130)
     print(json.dumps({"counts": client.counts, "ttft": client.ttft, "itl": client.itl}))
 
 
@@ -302,8 +304,7 @@ def soak(options, service, folder):
     command = [sys.executable, "-m", "bench.soak", "--client", service.address[0], str(service.address[1]),
                str(service.http[1]), Path(options.model).name, str(cases)]
     clients = [subprocess.Popen([*command, str(1000 * options.seed + number), str(until)], cwd=ROOT,
-                                stdout=subprocess.PIPE, text=True, start_new_session=True)
-               for number in range(options.clients)]
+                                stdout=subprocess.PIPE, text=True) for number in range(options.clients)]
     memory, stops, clock = Memory(service), 0, Seconds(until - time.time(), "soak")
     try:
         with contextlib.suppress(OSError):  # where the service has ended, its clients say so
@@ -314,7 +315,7 @@ def soak(options, service, folder):
                 time.sleep(min(source.uniform(*STOPPED_SECONDS), max(0.1, 30 * options.soak)))
                 chosen.send_signal(signal.SIGCONT)
                 memory.sample()
-        if time.time() < until:  # one has failed: the others need not go on
+        if clock.left():  # one has failed: the others need not go on
             time.sleep(FAIL_SECONDS)
             for client in [client for client in clients if client.poll() is None]:
                 client.terminate()

@@ -5,7 +5,7 @@ They name only what differs from native/config.h's defaults, so `make` and the m
 one library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
 """
 
-from colibri.errors import ColibriError, guard_imports
+from colibri.errors import ColibriError, guard_imports, imports_done
 
 if __name__ == "__main__":
     guard_imports("python -m colibri.build")
@@ -191,6 +191,7 @@ def main(arguments):
 
 if __name__ == "__main__":
     try:
+        imports_done()
         main(sys.argv[1:])
     except ColibriError as error:
         print(error, file=sys.stderr)

@@ -21,3 +21,9 @@ def guard_imports(program, interrupted="interrupted"):
         os._exit(2)
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, f"{interrupted}\n".encode()), os._exit(130)))
     sys.excepthook = give_up
+
+
+def imports_done():
+    """The program takes over: Ctrl-C and what fails are exceptions again."""
+    sys.excepthook = sys.__excepthook__
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from colibri.errors import ColibriError, guard_imports
+from colibri.errors import ColibriError, guard_imports, imports_done
 
 if __name__ == "__main__":  # during the imports: command() takes over
     guard_imports("python -m colibri.run")
@@ -396,9 +396,8 @@ def command():
     """main() as a program: one line and status 2 for a mistake, 130 for Ctrl-C, 143 for SIGTERM, quiet when the reader
     goes away."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.excepthook = sys.__excepthook__
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        imports_done()
         signal.signal(signal.SIGTERM, _terminate)
         _open_streams()
         try:

@@ -1,6 +1,7 @@
 """Continuous batching: requests join and leave the running batch between steps, on the thread that steps the engine."""
 
 import collections
+import contextlib
 import heapq
 import itertools
 import math
@@ -278,7 +279,9 @@ class Scheduler:
             x = rows.read(request.prefilled, self.engine.max_tokens)
             code = "internal"
             self.steps["prefill"] += 1
-            rows.write(self._stack(x))
+            with self._watched():
+                y = self.engine.stack(x)
+            rows.write(y)
             request.prefilled += len(x)
             if request.prefilled < len(rows):
                 return
@@ -290,26 +293,26 @@ class Scheduler:
             self._finish(request, error=Refused(_reason(error), code, request.id))
         self._prefilling.remove(request)
 
-    def _stack(self, x):
+    @contextlib.contextmanager
+    def _watched(self):
+        """For a step, which others can see to hang."""
         self.step_began = time.monotonic()
         try:
-            return self.engine.stack(x)
+            yield
         finally:
             self.step_began = None
 
     def _step(self, kind, requests, work, samplers):
         """The next token of each; None for a sampler of None, and where the step failed, which ends that request."""
         self.steps[kind] += 1
-        self.step_began = time.monotonic()
-        try:
-            return self.engine.advance(work, samplers)
-        except (ColibriError, MemoryError) as error:
-            self.engine.memory.sync()  # fails where a device is lost: then nothing can go on
-            if len(work) == 1:
-                self._finish(requests[0], error=Refused(_reason(error), "internal", requests[0].id))
-                return [None]
-        finally:
-            self.step_began = None
+        with self._watched():
+            try:
+                return self.engine.advance(work, samplers)
+            except (ColibriError, MemoryError) as error:
+                self.engine.memory.sync()  # fails where a device is lost: then nothing can go on
+                if len(work) == 1:
+                    self._finish(requests[0], error=Refused(_reason(error), "internal", requests[0].id))
+                    return [None]
         # One of them spoiled the step: each again alone. A session that a step failed for is as it was before.
         return [self._step(kind, [request], [item], [sampler])[0]
                 for request, item, sampler in zip(requests, work, samplers)]

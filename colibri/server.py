@@ -148,9 +148,8 @@ class Server:
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
             connection.transport.abort()
-        self.scheduler.stop(0)
         end = time.monotonic() + CUT_SECONDS
-        while self.scheduler.is_alive:
+        while not self.scheduler.stop(0):
             if time.monotonic() > end:
                 error = "scheduler: a step does not end, expected it to; look at the GPU with nvidia-smi and dmesg"
                 self._exit(2, "fault", error, error=error)  # the engine cannot be closed while it runs

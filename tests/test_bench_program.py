@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,4 +53,7 @@ def test_stopped(moe_32, command, number, status, message):
         os.killpg(run.pid, number)
         assert run.stderr.read() == message
     assert run.returncode == status
-    assert not any(Path(f"/proc/{child}/exe").exists() for child in started)
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{child}/exe").exists() for child in started):
+        assert time.monotonic() < end
+        time.sleep(0.01)
