@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from colibri import headers
-from converter import bin_writer, config, inputs, inspection, interleave, mapped, sources, v1
+from converter import bin_writer, config, inputs, inspection, interleave, mapped, sources, text_files, v1
 from converter.zip_reader import printable
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
@@ -88,7 +88,7 @@ def parser():
 
 
 # What a checkpoint is: everything that its conversion depends on.
-Plan = namedtuple("Plan", "input family fields bare where config eos tokenizer renamed unknown absent")
+Plan = namedtuple("Plan", "input family fields bare where config text renamed unknown absent")
 
 
 def understand(options):
@@ -118,10 +118,12 @@ def understand(options):
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)
     config.check_limits(fields, settings.where or options.checkpoint)
-    eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
-    fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))
-    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, eos,
-                tokenizer, renamed, unknown, absent)
+    text = text_files.read(None if bare else settings.where, fields["vocab_size"])
+    found.warnings.extend(text.warnings)
+    fields.update(num_eos=len(text.eos), eos_ids=text.eos + [0] * (text_files.MAX_EOS - len(text.eos)),
+                  add_bos=int(text.bos is not None), bos_id=text.bos or 0)
+    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, text,
+                renamed, unknown, absent)
 
 
 def convert(options):
@@ -147,7 +149,7 @@ def convert(options):
     kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(
         {**fields, "dense_layers": headers.mask(fields["dense_layers"])})}
     dtype = _dtype(options.dtype, bound.sources, kinds, options.checkpoint)
-    header, directory = bin_writer.plan(fields, dtype, plan.tokenizer)
+    header, directory = bin_writer.plan(fields, dtype, plan.text.tokenizer)
     if options.dry_run:
         return say(_report(plan, header, directory, dtype, bound.ignored))
 
@@ -155,7 +157,7 @@ def convert(options):
         return _contents(name, bound.sources[name], fields, dtype if kinds[name] == "weight_t" else "f32")
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
-        bin_writer.write(file, header, directory, contents, bar.update, plan.tokenizer)
+        bin_writer.write(file, header, directory, contents, bar.update, plan.text.tokenizer)
         sources.check_storages(bound.sources)
     left_out = plan.input.left_out + bound.ignored
     say(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "

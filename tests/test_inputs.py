@@ -61,25 +61,16 @@ def test_folders_that_are_none(capsys, tmp_path):
     assert "model_type=llama, expected one of mixtral, olmoe" in refusal(capsys, folder, tmp_path / "a.bin")
 
 
-@pytest.mark.parametrize("named, expected", [({"eos_token_id": 2}, [2]), ({"eos_token_id": [3, 5]}, [3, 5]),
-                                             ({"eos_token_id": None}, [7]), (None, [7])])
-def test_end_tokens_and_tokenizer_go_into_the_file(tmp_path, named, expected):
-    files = {"tokenizer": {"some": "json"}} | ({} if named is None else {"generation_config": named})
-    folder = folder_of(tmp_path / "model", mixtral_arrays(), {**MIXTRAL_CONFIG, "eos_token_id": 7}, **files)
+def test_the_tokenizer_goes_into_the_file(tmp_path):
+    folder = folder_of(tmp_path / "model", mixtral_arrays(), tokenizer={"some": "json"})
     convert(folder, tmp_path / "a.bin")
     checkpoint = Checkpoint(tmp_path / "a.bin")
-    assert checkpoint.eos == expected and checkpoint.tokenizer == b'{"some": "json"}'
+    assert checkpoint.tokenizer == b'{"some": "json"}'
     data = bytearray((tmp_path / "a.bin").read_bytes())
     data[checkpoint.header["tokenizer_offset"]] ^= 1
     (tmp_path / "a.bin").write_bytes(data)
     with pytest.raises(ColibriError, match="tokenizer_crc32=.*the tokenizer is damaged"):
         Checkpoint(tmp_path / "a.bin")
-
-
-def test_end_tokens_that_are_none(capsys, tmp_path):
-    folder = folder_of(tmp_path / "model", mixtral_arrays(), generation_config={"eos_token_id": "</s>"})
-    assert "generation_config.json: eos_token_id=['</s>'], expected at most 8 token numbers" in refusal(
-        capsys, folder, tmp_path / "a.bin")
 
 
 def test_an_end_token_ends_the_text(tmp_path):
