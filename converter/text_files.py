@@ -27,8 +27,8 @@ def read(config_path, vocab_size):
     tokenizer = _tokenizer(folder / NAMES[1])
     beyond = sorted((number, text) for text, number in tokenizer.ids.items() if number >= vocab_size)
     if beyond:
-        warnings.append(f"{tokenizer.where}: {len(beyond)} tokens, of which {beyond[0][1][:40]!r} is {beyond[0][0]}, "
-                        f"expected below vocab_size={vocab_size}; a prompt with one of them is refused")
+        warnings.append(f"{tokenizer.where}: tokens beyond vocab_size={vocab_size}: {len(beyond)}, the first is "
+                        f"{beyond[0][1][:40]!r}, {beyond[0][0]}; a prompt that holds one is refused")
     where = folder / NAMES[2]
     values = config.read_json(where) if where.is_file() else {}
     bos = _bos(values, where, tokenizer, vocab_size, warnings)

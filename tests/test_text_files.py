@@ -55,8 +55,8 @@ def test_bos_that_the_files_do_not_agree_on(made, processor):
     checkpoint, warnings = made(tokenizer={**TOKENIZER, "post_processor": processor},
                                 tokenizer_config={"add_bos_token": False, "bos_token": BOS})
     assert checkpoint.bos is None and warnings == [
-        "tokenizer_config.json: add_bos_token=false, but tokenizer.json puts '<s>' before a prompt; so does Colibri, but "
-        "for a request with add_special_tokens=false"]
+        ("tokenizer_config.json: add_bos_token=false, but tokenizer.json puts '<s>' before a prompt; so does Colibri, but "
+        "for a request with add_special_tokens=false")]
 
 
 @pytest.mark.parametrize("config, expected", [
@@ -90,8 +90,8 @@ def test_an_end_token_that_is_none(made, files):
 def test_tokens_beyond_the_embedding(made, vocab):
     added = [{"id": 5, "content": "<end>"}, {"id": 12, "content": "<image>"}, {"id": 11, "content": "<audio>"}]
     _, warnings = made(tokenizer={"added_tokens": added, "model": {"vocab": vocab}})
-    assert warnings == ["tokenizer.json: 2 tokens, of which '<audio>' is 11, expected below vocab_size=11; a prompt with one "
-                        "of them is refused"]
+    assert warnings == [("tokenizer.json: tokens beyond vocab_size=11: 2, the first is '<audio>', 11; a prompt that holds one "
+                        "is refused")]
 
 
 NO_TOKENIZER = ("tokenizer.json: not a tokenizer.json, expected a JSON object with a vocabulary of text and numbers; save "
@@ -108,15 +108,15 @@ CATALOGUE = [
      'tokenizer_config.json: add_bos_token="yes", expected true or false; correct it'),
     ({"tokenizer_config": {"add_bos_token": 1}}, "tokenizer_config.json: add_bos_token=1, expected true or false; correct it"),
     ({"tokenizer": TOKENIZER, "tokenizer_config": {"add_bos_token": True}},
-     "tokenizer_config.json: bos_token=null, expected a token of tokenizer.json below vocab_size=11 with "
-     "add_bos_token=true; correct it"),
+     ("tokenizer_config.json: bos_token=null, expected a token of tokenizer.json below vocab_size=11 with "
+     "add_bos_token=true; correct it")),
     ({"tokenizer": TOKENIZER, "tokenizer_config": {"add_bos_token": True, "bos_token": "<x>"}},
-     'tokenizer_config.json: bos_token="<x>", expected a token of tokenizer.json below vocab_size=11 with '
-     "add_bos_token=true; correct it"),
+     ('tokenizer_config.json: bos_token="<x>", expected a token of tokenizer.json below vocab_size=11 with '
+     "add_bos_token=true; correct it")),
     ({"tokenizer": {"added_tokens": [{"id": 11, "content": BOS}]},
       "tokenizer_config": {"add_bos_token": True, "bos_token": BOS}},
-     'tokenizer_config.json: bos_token="<s>", which is 11, expected a token of tokenizer.json below vocab_size=11 with '
-     "add_bos_token=true; correct it"),
+     ('tokenizer_config.json: bos_token="<s>", which is 11, expected a token of tokenizer.json below vocab_size=11 with '
+     "add_bos_token=true; correct it")),
     *(({"tokenizer": wrong}, NO_TOKENIZER) for wrong in (
         [], 5, {"model": [1]}, {"model": {"vocab": 7}}, {"model": {"vocab": {"a": "1"}}}, {"model": {"vocab": [[]]}},
         {"added_tokens": [{"id": 1}]}, {"added_tokens": [{"id": 1.5, "content": "a"}]}, {"model": {"vocab": [["a"], [{}]]}},
