@@ -180,7 +180,7 @@ def message(text):
      'stream_options: expected {"include_usage": true} and "stream": true'),
     ("completions", {"model": MODEL, "prompt": "x", "messages": []},
      ('"messages": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, seed, '
-      "stream, deadline_ms, max_tokens")),
+      "stream, deadline_ms, max_tokens, add_special_tokens")),
     ("chat/completions", {"model": MODEL}, "messages: missing, expected a list of messages"),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\ud83d"}]},
      "messages: half a surrogate pair, expected text; send whole characters"),
