@@ -200,11 +200,12 @@ def _dtype(option, sources, kinds, path):
                 for parts in experts for tensor in parts]
     if option != "keep":
         return option
-    other = next((tensor for tensor in matrices if tensor.dtype != matrices[0].dtype), None)
+    kept = interleave.KEPT[matrices[0].dtype]
+    other = next((tensor for tensor in matrices if interleave.KEPT[tensor.dtype] != kept), None)
     if other is not None:
         raise ColibriError(f"{path}: {other.name}: dtype={other.dtype}, expected {matrices[0].dtype} as in "
                            f"{matrices[0].name}; choose one with --dtype")
-    return interleave.KEPT[matrices[0].dtype]
+    return kept
 
 
 def _report(plan, header, directory, dtype, ignored):

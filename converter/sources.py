@@ -8,7 +8,7 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import evaluate
-from converter import config, names, views
+from converter import config, interleave, names, views
 from converter.names import L
 from converter.pt_reader import Storage, Tensor
 from converter.quantized import decoded
@@ -16,7 +16,7 @@ from converter.quantized import decoded
 PREFIXES = ("module.", "_orig_mod.")
 Bound = namedtuple("Bound", "sources ignored missing extra")
 NUMBER = re.compile(r"0|[1-9]\d{0,5}")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = tuple(interleave.KEPT)
 
 
 def header_fields(c):
