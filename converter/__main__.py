@@ -99,7 +99,7 @@ def understand(options):
     if v1.is_v1(options.checkpoint):
         others = config.missing_flags(settings, flags, ["activation", "renormalize"])
         tensors, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k, others)
-        found = inputs.Input(tensors, [], [])
+        found = inputs.Input(tensors, [], [], {})
     else:
         found = inputs.read(options.checkpoint, absent)
         if options.hidden is not None or (options.ffn is not None and not sources.are_joined(found.tensors)):
@@ -109,7 +109,7 @@ def understand(options):
     renamed = len(tensors.keys() - found.tensors.keys())
     bare = "model_type" not in settings.values
     if bare:
-        family, sizes = sources.bare_family(tensors, options.checkpoint)
+        family, sizes = _bare_family(tensors, found.lost, options.checkpoint)
         fields = config.bare_fields(family, sizes, settings, flags, unknown)
         if sources.are_joined(tensors) and fields["num_experts"]:
             sources.check_joined(fields, options.ffn or settings.get(config.SIZES["ffn"]), options.checkpoint, unknown)
@@ -117,11 +117,21 @@ def understand(options):
     else:
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)
+    inputs.check_lost(sources.needed(found.lost, family, fields), absent)
     config.check_limits(fields, settings.where or options.checkpoint)
     eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
     fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))
     return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, eos,
                 tokenizer, renamed, unknown, absent)
+
+
+def _bare_family(tensors, lost, where):
+    """sources.bare_family, where tensors that are lost may be why none is found."""
+    try:
+        return sources.bare_family(tensors, where)
+    except ColibriError:
+        inputs.check_lost(lost, None)
+        raise
 
 
 def convert(options):

@@ -39,7 +39,9 @@ def header_fields(c):
     fields["fp8_block"] = config.quantization(c)
     types = c.get("layer_types", list, [])
     if fields["window_layers"] != [i for i, kind in enumerate(types) if kind != "full_attention"] and types:
-        raise c.bad("layer_types", types, f"sliding_attention for layers {fields['window_layers']} alone")
+        layers = fields["window_layers"]
+        raise c.bad("layer_types", types, f"sliding_attention for layers {layers} alone" if layers else
+                    "full_attention alone, since sliding_attention is not supported here")
     if not fields["dense_layers"]:
         fields["dense_ffn"] = 0
     if fields["window"] >= fields["max_positions"] > 0:  # hides nothing
@@ -159,13 +161,17 @@ def stripped(tensors, where):
     """{name without the prefixes that wrappers put before it: Tensor}."""
     result = {}
     for full, tensor in tensors.items():
-        name = full
-        while name.startswith(PREFIXES):
-            name = name.split(".", 1)[1]
+        name = _unwrapped(full)
         if name in result:
             raise ColibriError(f"{where}: {full}: stands for {name}, which is there too; expected each tensor once")
         result[name] = tensor
     return result
+
+
+def _unwrapped(name):
+    while name.startswith(PREFIXES):
+        name = name.split(".", 1)[1]
+    return name
 
 
 def bind(family, tensors, fields, where, keys=None):
@@ -227,9 +233,8 @@ def _by_template(family, tensors, fields, where):
     for full, tensor in tensors.items():
         name = full.removeprefix(family.prefix)
         template, layer, expert_id = _template(name)
-        predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
-        tied = template == "lm_head.weight" and fields["tied_embeddings"] and _same(tensor, tensors, family, where)
-        if predicted or tied or _ignored(template, family):
+        if (_left_out(name, family, fields)
+                and (template != "lm_head.weight" or _same(tensor, tensors, family, where))):
             ignored.append(full)
         elif template not in templates:
             raise ColibriError(f"{where}: unknown tensor {full[:100]}, expected {family.name}'s names alone; this "
@@ -243,8 +248,20 @@ def _by_template(family, tensors, fields, where):
     return found, ignored
 
 
-def _ignored(template, family):
-    return any(template == item or (item[-1] == "*" and template.startswith(item[:-1])) for item in family.ignored)
+def needed(lost, family, fields):
+    """Of tensors that are not there, {name: ...}, those that the model does not do without."""
+    return {full: why for full, why in lost.items()
+            if not _left_out(_unwrapped(full).removeprefix(family.prefix), family, fields)}
+
+
+def _left_out(name, family, fields):
+    """Whether a name is of a tensor that is not used: one of the family's ignored ones, of a layer that predicts further
+    tokens, or an LM head that is the embedding."""
+    template, layer, _ = _template(name)
+    predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
+    tied = template == "lm_head.weight" and fields["tied_embeddings"]
+    return predicted or tied or any(template == item or (item[-1] == "*" and template.startswith(item[:-1]))
+                                    for item in family.ignored)
 
 
 def template(name):
