@@ -41,7 +41,7 @@ def header_fields(c):
     if fields["window_layers"] != [i for i, kind in enumerate(types) if kind != "full_attention"] and types:
         layers = fields["window_layers"]
         raise c.bad("layer_types", types, f"sliding_attention for layers {layers} alone" if layers else
-                    "full_attention alone, since sliding_attention is not supported here")
+                    f"full_attention alone, since others are not supported in {name} without a sliding window")
     if not fields["dense_layers"]:
         fields["dense_ffn"] = 0
     if fields["window"] >= fields["max_positions"] > 0:  # hides nothing

@@ -163,6 +163,7 @@ def test_deepspeed_bias_that_is_not_added(capsys, tmp_path):
                               step / "layer_0_expert_3_mp_rank_00_model_states.pt"), "extra expert"),
     (lambda step: shutil.copy(step / "layer_0_expert_0_mp_rank_00_model_states.pt",
                               step / "layer_1_expert_0_mp_rank_00_model_states.pt"), "belongs to another layer"),
+    (lambda step: [file.unlink() for file in step.iterdir()], "no mp_rank_00_model_states.pt, expected one in a Deep"),
     (lambda step: (step.parent / "latest").write_text("../elsewhere"), "'../elsewhere', expected the name of a folder"),
 ])
 def test_deepspeed_folders_that_cannot_be(capsys, tmp_path, change, cause):
