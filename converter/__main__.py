@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from colibri import headers
-from converter import bin_writer, config, inputs, inspection, interleave, mapped, sources, v1
+from converter import bin_writer, config, hub, inputs, inspection, interleave, mapped, sources, v1
 from converter.zip_reader import printable
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
@@ -27,6 +27,8 @@ examples:
   python -m converter Qwen3-30B-A3B/ qwen3.bin
       a Hugging Face folder: config.json, and safetensors or
       pytorch_model.bin, in shards or not
+  python -m converter Qwen/Qwen3-30B-A3B@main qwen3.bin
+      a model of the Hugging Face Hub, with or without a revision
   python -m converter mixtral.pt mixtral.bin
       with mixtral.json or config.json beside it
   python -m converter Qwen3-30B-A3B/ --inspect
@@ -59,8 +61,8 @@ class Parser(argparse.ArgumentParser):
 def parser():
     p = Parser(prog="python -m converter", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("checkpoint", help="a .pt of torch.save, a .safetensors, a Hugging Face or DeepSpeed-MoE folder, or "
-                   "a version 1 .bin")
+    p.add_argument("checkpoint", help="a .pt of torch.save, a .safetensors, a Hugging Face or DeepSpeed-MoE folder, a "
+                   "version 1 .bin, or the id of a model on the Hugging Face Hub")
     p.add_argument("output", nargs="?", help="the .bin to write")
     p.add_argument("--config", metavar="FILE",
                    help="config.json of the model (default: NAME.json, then config.json, beside the checkpoint)")
@@ -138,12 +140,13 @@ def convert(options):
     """Everything between the options and the file."""
     _check_options(options)
     mapped.forget()
-    if options.inspect:
-        return say(inspection.inspect(understand(options), options.json))
-    output = Path(options.output)
-    if not options.dry_run:
-        bin_writer.check_output(output, options.force)
+    if not (options.inspect or options.dry_run):
+        bin_writer.check_output(Path(options.output), options.force)
+    options.checkpoint = hub.resolve(options.checkpoint)
     plan = understand(options)
+    if options.inspect:
+        return say(inspection.inspect(plan, options.json))
+    output = Path(options.output)
     if output.is_file() and inputs.is_input(output, Path(options.checkpoint), plan.config):
         raise ColibriError(f"{output}: is the checkpoint itself or a file of it; choose another output")
     fields, family = plan.fields, plan.family

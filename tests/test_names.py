@@ -154,8 +154,8 @@ def test_configs_that_cannot_be_right(tmp_path, change, cause):
     ("olmoe", {"head_dim": 6}, "head_dim=6, expected a config without it, since it is not supported; "),
     ("granitemoe", {"sliding_window": 32}, "sliding_window=32, expected a config without it, since it is not supported"),
     ("olmoe", {"layer_types": ["full_attention", "sliding_attention"]},
-     'layer_types=["full_attention", "sliding_attention"], expected full_attention alone, since others are not '
-     "supported in olmoe without a sliding window; "),
+     ('layer_types=["full_attention", "sliding_attention"], expected full_attention alone, since others are not '
+      "supported in olmoe without a sliding window; ")),
     ("mixtral", {"layer_types": ["linear_attention"] * 2}, "since others are not supported in mixtral without")])
 def test_what_is_not_supported_is_called_so(tmp_path, model_type, change, cause):
     values = {**without(MIXTRAL_CONFIG, "head_dim", "sliding_window"), "model_type": model_type, "hidden_size": 24}
