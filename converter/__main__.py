@@ -119,7 +119,7 @@ def understand(options):
     else:
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)
-    inputs.check_lost(sources.needed(found.lost, family, fields), absent)
+    inputs.check_lost(sources.needed(sources.stripped(found.lost, options.checkpoint), family, fields), absent)
     config.check_limits(fields, settings.where or options.checkpoint)
     eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
     fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))

@@ -6,6 +6,7 @@ from collections import namedtuple
 
 from colibri.errors import ColibriError
 from converter import pt_reader, safetensors_reader
+from converter.sources import more
 
 # read(file) -> {name: Tensor}. The one that comes first goes before where a folder has both.
 Format = namedtuple("Format", "stem suffix read")
@@ -35,7 +36,7 @@ def read(folder, absent=None):
                            "DeepSpeed-MoE checkpoint; name another")
     taken = next((each for each in chosen if not each[0].absent), chosen[0])
     weights, left_out = taken[0], taken[1] + [each[0] for each in chosen[:chosen.index(taken)]]
-    warnings = [f"{folder / weights.name}: taken, because {other.name} lacks {other.absent[0]}{_more(other.absent)}"
+    warnings = [f"{folder / weights.name}: taken, because {other.name} lacks {other.absent[0]}{more(other.absent)}"
                 for other in left_out]
     tensors, lost = _read(folder, weights, absent)
     for other, _ in chosen[chosen.index(taken) + 1:]:
@@ -106,7 +107,7 @@ def _read(folder, weights, absent):
     if weights.name.endswith(INDEX):
         return read_index(folder / weights.name)
     if weights.absent and absent is None:
-        raise ColibriError(f"{folder}: missing {weights.absent[0]}{_more(weights.absent)}, expected all "
+        raise ColibriError(f"{folder}: missing {weights.absent[0]}{more(weights.absent)}, expected all "
                            f"{len(weights.files)} of {weights.name}; download or save the checkpoint again")
     tensors = {}
     for name in weights.files:
@@ -169,7 +170,3 @@ def refuse_adapter(path, names=()):
     if sign:
         raise ColibriError(f"{path}: a LoRA or other PEFT adapter ({sign[:100]}), expected a whole model; merge it into "
                            "its base with PEFT's merge_and_unload, save that with save_pretrained, and convert it")
-
-
-def _more(items):
-    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

@@ -12,8 +12,8 @@ from converter.mapped import map_file
 from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor
 from converter.values import once
 
-# Why a tensor is lost. file: the shard that is not there, or None. error: a ColibriError.
-Lost = namedtuple("Lost", "file error")
+# A tensor that is not where an index says. file: the shard that is not there, or None. error: a ColibriError.
+Lost = namedtuple("Lost", "name file error")
 MAX_HEADER_BYTES = 100 << 20
 LFS_POINTER = b"version https://git-lfs"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -77,12 +77,12 @@ def read_shards(index_path, read=read_file):
     for shard, named in homes.items():
         path = Path(index_path).parent / shard
         if not path.exists():
-            lost.update(dict.fromkeys(sorted(named), Lost(shard, _no_shard(index_path, shard))))
+            lost.update({name: Lost(name, shard, _no_shard(index_path, shard)) for name in sorted(named)})
             continue
         held = read(path)
         for name in sorted(held.keys() ^ named):
-            lost[name] = Lost(None, _bad(path, f"{name[:100]}: in one of file and {Path(index_path).name} only, "
-                                               "expected each tensor in both"))
+            lost[name] = Lost(name, None, _bad(path, f"{name[:100]}: in one of file and {Path(index_path).name} "
+                                                     "only, expected each tensor in both"))
         tensors.update(held)
     return {name: tensors[name] for name in dict.fromkeys([*weight_map, *tensors]) if name in tensors}, lost
 

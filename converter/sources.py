@@ -80,7 +80,7 @@ def bare_family(tensors, where):
             matched = sum(_template(name.removeprefix(family.prefix))[0] in there for name in tensors)
             candidates.append((matched, family, fields))
     if not candidates:
-        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{_more(tensors)}"
+        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{more(tensors)}"
                            "), expected the MoE layers of one of "
                            f"{', '.join(dict.fromkeys(family.name for family in names.ROWS))}")
     best = max(matched for matched, _, _ in candidates)
@@ -90,7 +90,7 @@ def bare_family(tensors, where):
                for parts in other.tensors.get(key, []) for part in parts}
     whole = [name for name in tensors if _template(name.removeprefix(family.prefix))[0] in foreign]
     if whole:
-        raise ColibriError(f"{where}: {whole[0]}{_more(whole)} of a whole language model, but no config with "
+        raise ColibriError(f"{where}: {whole[0]}{more(whole)} of a whole language model, but no config with "
                            "model_type, expected its config.json beside it; put it there, or name it with --config")
     routing = {key: value for key, value in family.routing.items()
                if all(other.routing.get(key) == value for other, _ in same)}
@@ -161,17 +161,13 @@ def stripped(tensors, where):
     """{name without the prefixes that wrappers put before it: Tensor}."""
     result = {}
     for full, tensor in tensors.items():
-        name = _unwrapped(full)
+        name = full
+        while name.startswith(PREFIXES):
+            name = name.split(".", 1)[1]
         if name in result:
             raise ColibriError(f"{where}: {full}: stands for {name}, which is there too; expected each tensor once")
         result[name] = tensor
     return result
-
-
-def _unwrapped(name):
-    while name.startswith(PREFIXES):
-        name = name.split(".", 1)[1]
-    return name
 
 
 def bind(family, tensors, fields, where, keys=None):
@@ -208,11 +204,11 @@ def sources(family, tensors, fields, where, keys=None):
         if keys and min(layers) > 0:
             raise ColibriError(f"{where}: layers from {min(layers)} on, expected the first to be 0; convert the "
                                "checkpoint that has those before it, or rename these")
-        raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{_more(bound.missing)}, expected "
+        raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{more(bound.missing)}, expected "
                            f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers; "
                            "the checkpoint is incomplete")
     if bound.extra:
-        raise ColibriError(f"{where}: extra tensor {bound.extra[0]}{_more(bound.extra)}, expected none from "
+        raise ColibriError(f"{where}: extra tensor {bound.extra[0]}{more(bound.extra)}, expected none from "
                            f"{family.name} with num_layers={fields['num_layers']} and "
                            f"num_experts={fields['num_experts']}; the checkpoint and its config disagree")
     return bound
@@ -249,9 +245,8 @@ def _by_template(family, tensors, fields, where):
 
 
 def needed(lost, family, fields):
-    """Of tensors that are not there, {name: ...}, those that the model does not do without."""
-    return {full: why for full, why in lost.items()
-            if not _left_out(_unwrapped(full).removeprefix(family.prefix), family, fields)}
+    """Of tensors that are not there, {name: why}, those that are not left out by name."""
+    return {full: why for full, why in lost.items() if not _left_out(full.removeprefix(family.prefix), family, fields)}
 
 
 def _left_out(name, family, fields):
@@ -345,5 +340,6 @@ def _filled(template, layer, e):
     return ".".join(words.get(word, word) for word in template.split("."))
 
 
-def _more(items):
+def more(items):
+    """Says how many there are beside the first."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

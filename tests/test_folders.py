@@ -223,7 +223,7 @@ def test_a_format_that_cannot_be_read_is_no_choice(capsys, tmp_path):
 
 # Tensors that are left out
 
-LEFT_OUT = {"model.layers.0.self_attn.rotary_emb.inv_freq": (3,), "model.layers.2.mlp.up_proj.weight": (4, 10),
+LEFT_OUT = {"module.model.layers.0.self_attn.rotary_emb.inv_freq": (3,), "model.layers.2.mlp.up_proj.weight": (4, 10),
             "model.layers.2.mlp.up_proj.weight_scale_inv": (1, 1), "lm_head.weight": (11, 10)}
 
 
