@@ -8,7 +8,7 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import evaluate
-from converter import config, names, views
+from converter import config, interleave, names, views
 from converter.names import L
 from converter.pt_reader import Storage, Tensor
 from converter.quantized import decoded
@@ -16,7 +16,7 @@ from converter.quantized import decoded
 PREFIXES = ("module.", "_orig_mod.")
 Bound = namedtuple("Bound", "sources ignored missing extra")
 NUMBER = re.compile(r"0|[1-9]\d{0,5}")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = tuple(interleave.KEPT)
 
 
 def header_fields(c):
@@ -39,7 +39,9 @@ def header_fields(c):
     fields["fp8_block"] = config.quantization(c)
     types = c.get("layer_types", list, [])
     if fields["window_layers"] != [i for i, kind in enumerate(types) if kind != "full_attention"] and types:
-        raise c.bad("layer_types", types, f"sliding_attention for layers {fields['window_layers']} alone")
+        layers = fields["window_layers"]
+        raise c.bad("layer_types", types, f"sliding_attention for layers {layers} alone" if layers else
+                    f"full_attention alone, since others are not supported in {name} without a sliding window")
     if not fields["dense_layers"]:
         fields["dense_ffn"] = 0
     if fields["window"] >= fields["max_positions"] > 0:  # hides nothing
@@ -78,7 +80,7 @@ def bare_family(tensors, where):
             matched = sum(_template(name.removeprefix(family.prefix))[0] in there for name in tensors)
             candidates.append((matched, family, fields))
     if not candidates:
-        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{_more(tensors)}"
+        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{more(tensors)}"
                            "), expected the MoE layers of one of "
                            f"{', '.join(dict.fromkeys(family.name for family in names.ROWS))}")
     best = max(matched for matched, _, _ in candidates)
@@ -88,7 +90,7 @@ def bare_family(tensors, where):
                for parts in other.tensors.get(key, []) for part in parts}
     whole = [name for name in tensors if _template(name.removeprefix(family.prefix))[0] in foreign]
     if whole:
-        raise ColibriError(f"{where}: {whole[0]}{_more(whole)} of a whole language model, but no config with "
+        raise ColibriError(f"{where}: {whole[0]}{more(whole)} of a whole language model, but no config with "
                            "model_type, expected its config.json beside it; put it there, or name it with --config")
     routing = {key: value for key, value in family.routing.items()
                if all(other.routing.get(key) == value for other, _ in same)}
@@ -202,11 +204,11 @@ def sources(family, tensors, fields, where, keys=None):
         if keys and min(layers) > 0:
             raise ColibriError(f"{where}: layers from {min(layers)} on, expected the first to be 0; convert the "
                                "checkpoint that has those before it, or rename these")
-        raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{_more(bound.missing)}, expected "
+        raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{more(bound.missing)}, expected "
                            f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers; "
                            "the checkpoint is incomplete")
     if bound.extra:
-        raise ColibriError(f"{where}: extra tensor {bound.extra[0]}{_more(bound.extra)}, expected none from "
+        raise ColibriError(f"{where}: extra tensor {bound.extra[0]}{more(bound.extra)}, expected none from "
                            f"{family.name} with num_layers={fields['num_layers']} and "
                            f"num_experts={fields['num_experts']}; the checkpoint and its config disagree")
     return bound
@@ -227,9 +229,8 @@ def _by_template(family, tensors, fields, where):
     for full, tensor in tensors.items():
         name = full.removeprefix(family.prefix)
         template, layer, expert_id = _template(name)
-        predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
-        tied = template == "lm_head.weight" and fields["tied_embeddings"] and _same(tensor, tensors, family, where)
-        if predicted or tied or _ignored(template, family):
+        if (_left_out(name, family, fields)
+                and (template != "lm_head.weight" or _same(tensor, tensors, family, where))):
             ignored.append(full)
         elif template not in templates:
             raise ColibriError(f"{where}: unknown tensor {full[:100]}, expected {family.name}'s names alone; this "
@@ -243,8 +244,19 @@ def _by_template(family, tensors, fields, where):
     return found, ignored
 
 
-def _ignored(template, family):
-    return any(template == item or (item[-1] == "*" and template.startswith(item[:-1])) for item in family.ignored)
+def needed(lost, family, fields):
+    """Of tensors that are not there, {name: why}, those that are not left out by name."""
+    return {full: why for full, why in lost.items() if not _left_out(full.removeprefix(family.prefix), family, fields)}
+
+
+def _left_out(name, family, fields):
+    """Whether a name is of a tensor that is not used: one of the family's ignored ones, of a layer that predicts further
+    tokens, or an LM head that is the embedding."""
+    template, layer, _ = _template(name)
+    predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
+    tied = template == "lm_head.weight" and fields["tied_embeddings"]
+    return predicted or tied or any(template == item or (item[-1] == "*" and template.startswith(item[:-1]))
+                                    for item in family.ignored)
 
 
 def template(name):
@@ -328,5 +340,6 @@ def _filled(template, layer, e):
     return ".".join(words.get(word, word) for word in template.split("."))
 
 
-def _more(items):
+def more(items):
+    """Says how many there are beside the first."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

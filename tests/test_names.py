@@ -149,6 +149,19 @@ def test_configs_that_cannot_be_right(tmp_path, change, cause):
     assert cause in message and str(tmp_path / "model.") in message
 
 
+@pytest.mark.parametrize("model_type, change, cause", [
+    ("olmoe", {"sliding_window": 32}, "sliding_window=32, expected a config without it, since it is not supported; "),
+    ("olmoe", {"head_dim": 6}, "head_dim=6, expected a config without it, since it is not supported; "),
+    ("granitemoe", {"sliding_window": 32}, "sliding_window=32, expected a config without it, since it is not supported"),
+    ("olmoe", {"layer_types": ["full_attention", "sliding_attention"]},
+     ('layer_types=["full_attention", "sliding_attention"], expected full_attention alone, since others are not '
+      "supported in olmoe without a sliding window; ")),
+    ("mixtral", {"layer_types": ["linear_attention"] * 2}, "since others are not supported in mixtral without")])
+def test_what_is_not_supported_is_called_so(tmp_path, model_type, change, cause):
+    values = {**without(MIXTRAL_CONFIG, "head_dim", "sliding_window"), "model_type": model_type, "hidden_size": 24}
+    assert cause in refusal(tmp_path, mixtral_arrays(), {**values, **change})
+
+
 @pytest.mark.parametrize("missing, flag", [("k", "--k"), ("activation", "--activation"),
                                            ("renormalize", "--renormalize or --no-renormalize")])
 def test_what_a_stack_cannot_tell_is_asked_for(tmp_path, missing, flag):
