@@ -49,15 +49,17 @@ MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "
 # Classes, and functions that make an object, of which none can hold the model: all of an object is dropped.
 DROPPED = {
     "_codecs": "encode", "_io": "BytesIO StringIO", "argparse": "Namespace", "collections": "Counter deque",
-    "builtins": "bool bytearray bytes complex dict float frozenset int list long object range set slice str tuple "
-                "unicode xrange",
+    "builtins": "Ellipsis bool bytearray bytes complex float frozenset int list long object range set slice str "
+                "tuple unicode xrange",
     "datetime": "date datetime time timedelta timezone", "decimal": "Decimal", "fractions": "Fraction",
     "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath", "types": "SimpleNamespace",
     "uuid": "SafeUUID UUID",
     "numpy": "bool_ complex128 complex64 dtype float16 float32 float64 int16 int32 int64 int8 str_ uint16 uint32 "
              "uint64 uint8",
     "numpy.core.multiarray": "scalar",
+    "numpy.random": "__RandomState_ctor", "numpy.random._mt19937": "MT19937", "numpy.random._pcg64": "PCG64",
     "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
+    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence", "re": "_compile",
     "torch": "device", "torch.serialization": "_get_layout", "torch.torch_version": "TorchVersion",
     "accelerate.utils.dataclasses": "DistributedType",
     "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
@@ -156,6 +158,7 @@ ALLOWED = {
     **{("torch", name): DType(name) for name in DTYPES},
     **{("torch", name): Inert(name) for name in CONSTANTS},
     **dict.fromkeys(TENSOR_CLASSES, TENSOR),
+    ("builtins", "dict"): ORDERED_DICT,
     ("collections", "OrderedDict"): ORDERED_DICT,
     ("copyreg", "_reconstructor"): Function(instance),
     ("copyreg", "__newobj__"): Function(instance),
