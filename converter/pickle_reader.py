@@ -55,7 +55,7 @@ class PickleReader:
     def _forbidden_opcode(self, opcode):
         what = f"forbidden opcode 0x{opcode:02x} at byte {self.position - 1}"
         if opcode == ord("i"):  # INST: builds an instance of a class that it names
-            what = f"forbidden opcode INST of {self._line()}.{self._line()}"
+            what = f"forbidden opcode INST of {shown(self._line())}.{shown(self._line())}"
         return ColibriError(f"{self.where}: {what}, expected what torch.save writes; do not load this file elsewhere "
                             "unless you trust it")
 
