@@ -13,7 +13,11 @@ from converter.names import L
 from converter.pt_reader import Storage, Tensor
 from converter.quantized import decoded
 
-PREFIXES = ("module.", "_orig_mod.")
+# What wrappers of modules put into names: DataParallel, compile, FSDP, activation checkpoints, Lightning's strategies.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
+            "_forward_module"}
+LIGHTNING = "model."  # an attribute of Lightning's modules, and the prefix of many models themselves
+INNER = (LIGHTNING + "model.", LIGHTNING + "transformer.")  # names of a model that stands in that attribute
 Bound = namedtuple("Bound", "sources ignored missing extra")
 NUMBER = re.compile(r"0|[1-9]\d{0,5}")
 FLOATS = tuple(interleave.KEPT)
@@ -158,16 +162,32 @@ def _sizes(family, present, tensors):
 
 
 def stripped(tensors, where):
-    """{name without the prefixes that wrappers put before it: Tensor}."""
+    """{name without what wrappers put into it: Tensor}."""
     result = {}
     for full, tensor in tensors.items():
-        name = full
-        while name.startswith(PREFIXES):
-            name = name.split(".", 1)[1]
-        if name in result:
-            raise ColibriError(f"{where}: {full}: stands for {name}, which is there too; expected each tensor once")
-        result[name] = tensor
+        *words, last = full.split(".")
+        _add(tensor, ".".join([word for word in words if word not in WRAPPERS] + [last]), result, where)
+    wrapped = next((name for name in result if name.startswith(INNER)), None)
+    return _without_lightning(result, wrapped, where) if wrapped else result
+
+
+def _without_lightning(tensors, wrapped, where):
+    """The tensors without the name of Lightning's attribute before the model's own names, of which `wrapped` is one."""
+    result = {}
+    for full, tensor in tensors.items():
+        name = full.removeprefix(LIGHTNING)
+        if name != full and not full.startswith(INNER) and not name.startswith("lm_head."):
+            raise ColibriError(f"{where}: {tensor.name} beside {tensors[wrapped].name}: {LIGHTNING} is the model's own "
+                               "prefix in one and a wrapper's in the other, expected one model; save it apart")
+        _add(tensor, name, result, where)
     return result
+
+
+def _add(tensor, name, tensors, where):
+    if name in tensors:
+        raise ColibriError(f"{where}: {tensor.name}: stands for {name}, as {tensors[name].name} does; expected each "
+                           "tensor once")
+    tensors[name] = tensor
 
 
 def bind(family, tensors, fields, where, keys=None):
