@@ -66,26 +66,26 @@ def host_tools():
     return f"{' and '.join(missing)} missing; install them with apt install gcc make" if missing else "ok"
 
 
-def device():
-    """colibri.device, where there is a GPU to ask about."""
+def driver():
+    """colibri.gpu, where there is a GPU to ask about."""
     if not any(map(os.path.exists, engine.GPU_NODES)):
         raise ColibriError("none on this machine: models run on the host")
-    from colibri import device
-    return device
+    from colibri import gpu
+    return gpu
 
 
 def gpu_driver():
-    version = device().gpu().driver_version
+    version = driver().properties().driver_version
     return f"ok: CUDA {version // 1000}.{version // 10 % 100}"
 
 
 def gpu():
-    found = device().gpu()
-    return f"ok: {found.name}, compute capability {found.capability[0]}.{found.capability[1]}, {device().arch()}"
+    found = driver().properties()
+    return f"ok: {found.name}, compute capability {found.capability[0]}.{found.capability[1]}, {driver().arch()}"
 
 
 def gpu_memory():
-    free, total = device().memory_info()
+    free, total = driver().memory_info()
     return f"ok: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
 
 
@@ -114,7 +114,7 @@ def model(path, used):
 
 def library(checkpoint, arch, used):
     if arch != "host":
-        device().check_weights(checkpoint)
+        driver().check_weights(checkpoint)
     if chosen := os.environ.get("COLIBRI_LIBRARY"):
         path, text = build.library_path(checkpoint), f"ok: COLIBRI_LIBRARY={chosen}"
     else:
@@ -126,14 +126,14 @@ def library(checkpoint, arch, used):
     opened = native.Library(path)
     build.compare(opened, checkpoint)
     if arch != "host":
-        device().check_library(opened)
+        driver().check_library(opened)
     return text
 
 
 def archs():
     """What models can be built for to run on this machine."""
     try:
-        return ["host", device().arch()]
+        return ["host", driver().arch()]
     except ColibriError:
         return ["host"]
 

@@ -3,42 +3,38 @@
 from collections import namedtuple
 from pathlib import Path
 
-from colibri.errors import ColibriError
-from converter import bin_writer, deepspeed, pt_reader, safetensors_reader, text_files
+from converter import bin_writer, deepspeed, folders, pt_reader, safetensors_reader, text_files
 
-# tensors: {name: Tensor}. left_out: names that are no part of it. warnings: lines for the user.
-Input = namedtuple("Input", "tensors left_out warnings")
-# A folder's weights, the first that is there.
-WEIGHTS = (("model.safetensors.index.json", safetensors_reader.read_file),
-           ("model.safetensors", safetensors_reader.read_file),
-           ("pytorch_model.bin.index.json", pt_reader.read_checkpoint),
-           ("pytorch_model.bin", pt_reader.read_checkpoint))
+# tensors: {name: Tensor}. left_out: names that are no part of it. warnings: lines for the user. lost: {tensor name:
+# safetensors_reader.Lost}, an error where the tensor is needed.
+Input = namedtuple("Input", "tensors left_out warnings lost")
 
 
 def read(path, absent=None):
     """The Input at `path`. absent: a list for files that are not there, which are an error without it."""
-    path = Path(path)
+    path, left_out, warnings, lost = Path(path), [], [], {}
+    folders.refuse_adapter(path)
     if path.is_dir() and deepspeed.is_checkpoint(path):
-        return Input(*deepspeed.read(path, absent))
-    if path.is_dir():
-        return Input(_read_folder(path, absent), [], [])
-    if path.name.endswith(".index.json"):
-        return Input(_read_shards(path, absent), [], [])
-    reader = safetensors_reader.read_file if path.suffix == ".safetensors" else pt_reader.read_checkpoint
-    return Input(reader(path), [], [])
+        tensors, left_out, warnings = deepspeed.read(path, absent)
+    elif path.is_dir():
+        tensors, lost, warnings = folders.read(path, absent)
+    elif path.name.endswith(folders.INDEX):
+        tensors, lost = folders.read_index(path)
+    else:
+        folders.refuse_foreign(path)
+        folders.refuse_shard(path)
+        tensors = (safetensors_reader.read_file if path.suffix == ".safetensors" else pt_reader.read_checkpoint)(path)
+    folders.refuse_adapter(path, tensors)
+    return Input(tensors, left_out, warnings, lost)
 
 
-def _read_folder(folder, absent):
-    for name, reader in WEIGHTS:
-        if (folder / name).is_file():
-            return _read_shards(folder / name, absent) if name.endswith(".index.json") else reader(folder / name)
-    raise ColibriError(f"{folder}: a directory without weights, expected one of "
-                       f"{', '.join(name for name, _ in WEIGHTS)}, or a DeepSpeed-MoE checkpoint; name another")
-
-
-def _read_shards(index, absent):
-    reader = dict(WEIGHTS).get(index.name, safetensors_reader.read_file)
-    return safetensors_reader.read_shards(index, reader, absent)
+def check_lost(lost, absent):
+    """Raises why a tensor is lost. absent: a list for the files that are not there, which are an error without it."""
+    for why in lost.values():
+        if why.file is None or absent is None:
+            raise why.error
+        if why.file not in absent:
+            absent.append(why.file)
 
 
 def is_input(output, checkpoint, config_path):

@@ -11,9 +11,9 @@ NAMES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")  #
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_EOS = config.HEADER["eos_ids"].shape[0]
 
-# eos: numbers of the tokens that end a text. bos: the number of the token that begins a prompt even where tokenizer.json
-# does not put it there, or None. tokenizer: tokenizer.json's bytes, or b"". warnings: lines for the user.
-Text = namedtuple("Text", "eos bos tokenizer warnings")
+# eos: numbers of the tokens that end a text. tokenizer: tokenizer.json's bytes, or b"". fields: BinHeader's, of eos and
+# BOS. warnings: lines for the user.
+Text = namedtuple("Text", "eos tokenizer fields warnings")
 # A tokenizer.json. where: its path. ids: {a token's text: its number}. begins: texts of tokens that its post-processor
 # puts before a prompt.
 Tokenizer = namedtuple("Tokenizer", "where data ids begins")
@@ -22,7 +22,7 @@ Tokenizer = namedtuple("Tokenizer", "where data ids begins")
 def read(config_path, vocab_size):
     """Returns the Text that stands beside a config.json."""
     if config_path is None or Path(config_path).name != "config.json":
-        return Text([], None, b"", [])
+        return _text([], None, b"", [])
     folder, warnings = Path(config_path).parent, []
     tokenizer = _tokenizer(folder / NAMES[1])
     beyond = sorted((number, text) for text, number in tokenizer.ids.items() if number >= vocab_size)
@@ -39,7 +39,14 @@ def read(config_path, vocab_size):
         found.append((where, f"eos_token={eos!r}", tokenizer.ids[eos]))
     elif eos is not None:
         warnings.append(f"{where}: eos_token={eos[:40]!r}, expected a token of {NAMES[1]}; no text ends there")
-    return Text(_union(found), bos, tokenizer.data, warnings)
+    return _text(_union(found), bos, tokenizer.data, warnings)
+
+
+def _text(eos, bos, tokenizer, warnings):
+    """Returns a Text. bos: the number of the token that begins a prompt, or None where tokenizer.json decides."""
+    fields = {"num_eos": len(eos), "eos_ids": eos + [0] * (MAX_EOS - len(eos)), "add_bos": int(bos is not None),
+              "bos_id": bos or 0}
+    return Text(eos, tokenizer, fields, warnings)
 
 
 def _tokenizer(path):
