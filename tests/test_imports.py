@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "build": ("headers", "checkpoint", "errors"), "native": ("headers", "errors"),
     "weights": ("headers", "checkpoint", "errors"), "graphs": ("errors",),
     "device": ("headers", "checkpoint", "weights", "graphs", "errors"),
-    "engine": ("headers", "checkpoint", "build", "native", "weights", "device", "graphs", "errors"),
+    "rope": (), "engine": ("headers", "checkpoint", "build", "native", "weights", "device", "graphs", "rope", "errors"),
     "report": ("errors",), "text": ("errors",), "arrays": ("errors",), "listen": ("errors",), "log": (), "stdio": (),
     "metrics": ("report",), "requests": ("arrays", "engine", "report", "text", "errors"),
     "scheduler": ("engine", "requests", "errors"), "connection": ("requests",),
