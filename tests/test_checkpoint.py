@@ -159,7 +159,7 @@ def test_longrope_has_a_second_vector(tmp_path):
     assert "rope_long_frequencies" not in Checkpoint(write_model(tmp_path / "model.bin")).tensors
     edit(write_model(path), set_header("rope_kind", 2))
     edit(path, set_header("rope_original_positions", 9))
-    with pytest.raises(ColibriError, match="num_tensors|rope_long_frequencies"):
+    with pytest.raises(ColibriError, match="rope_long_frequencies is missing, expected shape"):
         Checkpoint(path)
 
 
