@@ -20,6 +20,7 @@ from colibri.errors import ColibriError
 FLAGS = ("gated", "router_bias", "renormalize", "tied_embeddings", "qkv_bias", "attention_out_bias", "sinks",
          "norm_bias", "router_logit_bias", "expert_bias", "shared_gate", "ffn_out_bias", "lm_head_bias")
 FLOATS = ("routed_scaling", "norm_eps", "rope_theta", "attention_scale", "clip_qkv", "rope_attention_factor",
+          "rope_long_attention_factor", "rope_dynamic_factor",
           "renormalize_min", "router_jitter", "swiglu_alpha", "swiglu_limit", "final_norm_eps", "latent_norm_eps",
           "embedding_multiplier", "residual_multiplier", "logits_multiplier")
 STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # bf16 as its bits
@@ -128,6 +129,7 @@ class Checkpoint:
         self.expect(header["interleave_rows"] == rows, "interleave_rows", header["interleave_rows"], rows)
         self._check_routing(header)
         self._check_attention(header)
+        self._check_rope(header)
         self._check_layers(header)
         self._check_text(header)
 
@@ -165,6 +167,18 @@ class Checkpoint:
         self.expect(not latent or kv_heads == heads, "num_kv_heads", kv_heads, f"num_heads={heads} with a latent")
         self.expect(not moa or heads == header["k"] * kv_heads, "num_heads", heads,
                     f"k * num_kv_heads={header['k'] * kv_heads} with experts of attention")
+
+    def _check_rope(self, header):
+        """Checks what the kinds of rope need whose frequencies depend on a length."""
+        is_long, is_dynamic = (header["rope_kind"] == self._constants[f"ROPE_{name}"] for name in ("LONG", "DYNAMIC"))
+        if is_long or is_dynamic:
+            self.expect(header["rope_original_positions"] >= 1, "rope_original_positions",
+                        header["rope_original_positions"], "at least 1 with rope_kind=long or dynamic")
+        if is_dynamic:
+            self.expect(header["rope_dynamic_factor"] >= 1, "rope_dynamic_factor", header["rope_dynamic_factor"],
+                        "at least 1 with rope_kind=dynamic")
+            self.expect(header["num_heads"] == 0 or header["rotary_dim"] >= 4, "rotary_dim", header["rotary_dim"],
+                        "at least 4 with rope_kind=dynamic")
 
     def _check_layers(self, header):
         """The sets of layers, and what those need."""

@@ -13,6 +13,7 @@ import numpy as np
 from colibri import build, native
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
+from colibri.rope import RopeLengths
 from colibri.weights import HostMemory, needs_gpu, pointers, usable_processors
 
 BACKENDS = ("auto", "host", "cuda")
@@ -125,6 +126,11 @@ class Engine:
         self._fields = {name: self.batch[name] if self.batch[name].ndim == 1 else self.batch[name][0]
                         for name in self.batch.dtype.names}
         self._positions = np.arange(library.baked["max_seq_len"], dtype=np.int32)
+        is_long, is_dynamic = (header[0]["rope_kind"] == library.headers.constants[f"ROPE_{kind}"]
+                               for kind in ("LONG", "DYNAMIC"))
+        original = int(header[0]["rope_original_positions"])
+        self._has_rope_lengths = bool(is_long or is_dynamic) and original < self.context
+        self._rope_original = original if is_long else 0
 
     @alone
     def session(self):
@@ -177,6 +183,8 @@ class Engine:
 
     def _run_all(self, work, samplers, every):
         pending, num_rows = [], 0
+        for session, tokens in work if self._has_rope_lengths else ():
+            self._compute_again(session, session.rope.begin(session.length, tokens, self._rope_original))
         for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
             pending.append((session, tokens, sampler, num_rows))
             num_rows += len(tokens) if every else 1
@@ -195,6 +203,21 @@ class Engine:
             for session, count in taken:
                 session.length += count
         return results
+
+    def _compute_again(self, session, tokens):
+        """Computes the keys and values of a session's earlier tokens, [] or all, for its new length of rope."""
+        pending, length = [(session, tokens, None, 0)] if tokens else [], session.length
+        try:
+            session.length -= len(tokens)
+            while pending:
+                pending, num_tokens, _, _ = self._fill(pending, True, False)
+                self._run(self.library.forward, num_tokens, 0)
+                session.length += num_tokens
+        except BaseException:
+            session.rope.spoil()
+            raise
+        finally:
+            session.length = length
 
     @alone
     def stack(self, x):
@@ -378,6 +401,9 @@ class Engine:
             tokens = [token for token, in tokens]
         for name, values in (("tokens", tokens), ("positions", lengths), ("slots", slots)):
             self._fields[name][:num_tokens] = values
+        if self._has_rope_lengths:
+            self._fields["rope_lengths"][:num_tokens] = np.repeat([session.rope.length for session, _ in taken],
+                                                                  [count for _, count in taken])
 
     def _set_samplers(self, drawn):
         """drawn: [(sampler, the position that its token will have)]"""
@@ -401,9 +427,18 @@ class Session:
 
     def __init__(self, engine, slot):
         self.engine, self.slot, self.length = engine, slot, 0
+        self.rope = RopeLengths()
         # Appending to a list needs no lock, which a thread that drops the session might be holding.
         self._release = weakref.finalize(self, engine._free_slots.append, slot)
         self._release.atexit = False
+
+    def expect(self, num_tokens):
+        """Says that the next num_tokens tokens are one prompt, which may come in several steps.
+
+        Longrope and dynamic NTK choose the frequencies of a prompt by its whole length; other models need not know.
+        """
+        left = self.engine.context - self.length
+        self.rope.expected = self.length + _between("num_tokens", num_tokens, 0, 1, left)
 
     def prefill(self, tokens):
         """Appends tokens (ints or bytes). Returns the logits after the last one, float32 (vocab_size,)."""

@@ -211,6 +211,7 @@ class Scheduler:
             try:
                 if request.rows is None:
                     request.session = self.engine.session()
+                    request.session.expect(len(request.prompt))
                 else:
                     request.rows.begin()
             except ColibriError as error:

@@ -52,13 +52,13 @@ def basics(c, **fields):
         "vocab_size": c.need("vocab_size"), "max_positions": c.need("max_position_embeddings|max_seq_len"),
         "activation": activation(c), "attention_scale": head_dim ** -0.5, "norm_kind": NORM_RMS, "norm_eps": eps,
         "final_norm_eps": eps, "latent_norm_eps": LATENT_EPS, "tied_embeddings": c.flag("tie_word_embeddings"),
-        "rope_kind": 1, "mtp_layers": c.get("num_nextn_predict_layers|num_mtp_layers", default=0)}
+        "mtp_layers": c.get("num_nextn_predict_layers|num_mtp_layers", default=0)}
     if "num_experts" not in fields:
         fields["num_experts"] = c.need("num_local_experts|num_experts|n_routed_experts|moe_num_experts")
     if "k" not in fields:
         fields["k"] = c.need("num_experts_per_tok|moe_k")
     rotary = rope(c, dim=fields.pop("rope_dim", head_dim), theta=fields.pop("rope_theta", 10000.0),
-                  partial=fields.pop("rope_partial", None))
+                  partial=fields.pop("rope_partial", None), mscales=fields.pop("rope_mscales", False))
     return {**base, **rotary, **fields}
 
 
@@ -154,7 +154,7 @@ def phimoe(c):
     size = c.get("sliding_window")
     return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_SPARSEMIXER, norm_kind=NORM_LAYER, norm_bias=1,
                   router_jitter=c.get("router_jitter_noise", float, 0.01), lm_head_bias=c.flag("lm_head_bias"),
-                  rope_theta=1e6, **bias(c), **(window(c, size) if size else {}))
+                  rope_theta=1e6, rope_mscales=True, **bias(c), **(window(c, size) if size else {}))
 
 
 def gpt_oss(c):

@@ -41,6 +41,9 @@
 /* rope_kind */
 #define ROPE_NONE 0
 #define ROPE_DEFAULT 1 /* pairs (i, i + rotary_dim/2) of a head, by rope_frequencies[i] a position */
+#define ROPE_LONG 2    /* longrope: in a sequence of more than rope_original_positions, by rope_long_frequencies[i] */
+#define ROPE_DYNAMIC 3 /* dynamic NTK: for a length L of more than N = rope_original_positions, rope_frequencies[i] is
+                        * divided by (1 + rope_dynamic_factor * (L - N) / N) ^ (2i / (rotary_dim - 2)) */
 
 /* attention_kind */
 #define ATTENTION_GQA 0    /* num_heads / num_kv_heads neighbouring query heads share a kv head */
@@ -124,7 +127,10 @@ typedef struct BinHeader {
     uint32_t eos_ids[8];        /* num_eos tokens that end a text */
     uint32_t add_bos;           /* 1: bos_id begins a prompt, also where tokenizer.json does not put it there */
     uint32_t bos_id;            /* with add_bos; else 0 */
-    uint32_t reserved[40];      /* 0 */
+    uint32_t rope_original_positions; /* ROPE_LONG, ROPE_DYNAMIC: lengths up to it have rope_frequencies as they are */
+    float rope_long_attention_factor; /* ROPE_LONG: of cosine and sine where rope_long_frequencies hold */
+    float rope_dynamic_factor;  /* ROPE_DYNAMIC: at least 1 */
+    uint32_t reserved[37];      /* 0 */
 } BinHeader;                    /* 512 bytes */
 
 typedef struct BinTensor {
@@ -152,7 +158,8 @@ typedef struct BinTensor {
     T(final_norm_bias,  float,    0, hidden * norm_bias, 0) \
     T(lm_head,          weight_t, 0, vocab_size * (1 - tied_embeddings), hidden) \
     T(lm_head_bias,     float,    0, vocab_size * lm_head_bias, 0) \
-    T(rope_frequencies, float,    0, rotary_dim / 2, 0)
+    T(rope_frequencies, float,    0, rotary_dim / 2, 0) \
+    T(rope_long_frequencies, float, 0, (rope_kind == 2) * (rotary_dim / 2), 0)
 
 /* What a layer's expressions use beyond the header's fields; `dense` is 1 on the layers of dense_layers. Rows of qkv:
  * GQA q, k, v; LATENT q's latent (or q), latent, k's rotated part; MOA k, v. */

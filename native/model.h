@@ -5,6 +5,8 @@
 #ifndef COLIBRI_MODEL_H
 #define COLIBRI_MODEL_H
 
+#include <math.h>
+
 #include "config.h"
 
 #if WEIGHT_DTYPE == DTYPE_F32
@@ -39,6 +41,7 @@ typedef struct Batch {
     int32_t tokens[MAX_TOKENS];
     int32_t positions[MAX_TOKENS];
     int32_t slots[MAX_TOKENS];
+    int32_t rope_lengths[MAX_TOKENS];   /* ROPE_LONG, ROPE_DYNAMIC: the length whose frequencies rotate the token */
     int32_t logit_rows[MAX_TOKENS];
     float temperature[MAX_TOKENS];      /* 0: greedy */
     int32_t top_k[MAX_TOKENS];          /* 0: all */
@@ -70,6 +73,7 @@ typedef struct Batch {
     B(normed,           float,    MAX_TOKENS, HIDDEN) \
     B(qkv,              float,    MAX_TOKENS, QKV_ROWS) \
     B(q,                float,    MAX_TOKENS, OWN_Q * NUM_HEADS * HEAD_DIM) \
+    B(dynamic_frequencies, float, MAX_TOKENS * (ROPE_KIND == ROPE_DYNAMIC), ROTARY_DIM / 2) /* of a GPU's step */ \
     B(kv,               float,    MAX_TOKENS, KV_B_ROWS) /* the heads' k but for the rotated part, then their v */ \
     B(attention,        float,    MAX_TOKENS, NUM_HEADS * V_HEAD_DIM) \
     B(router_logits,    float,    MAX_TOKENS, NUM_EXPERTS) \
@@ -111,6 +115,17 @@ typedef struct Model {
 #else
 #define HOST_DEVICE
 #endif
+
+/* Whether frequencies for so many positions are others than rope_frequencies. */
+static inline HOST_DEVICE int is_long_rope(int32_t length, uint32_t original) { return (uint32_t)length > original; }
+
+/* ROPE_DYNAMIC's frequency of a pair. */
+static inline HOST_DEVICE float dynamic_frequency(float frequency, int pair, int32_t length, uint32_t original,
+                                                  float factor) {
+    if (!is_long_rope(length, original)) return frequency;
+    double stretch = 1 + (double)factor * ((uint32_t)length - original) / original;
+    return (float)(frequency / pow(stretch, 2 * pair / (ROTARY_DIM - 2.0)));
+}
 
 /* Whether a layer is in window_layers or dense_layers, which have the first 128. */
 static inline int layer_bit(const uint32_t *mask, int layer) {

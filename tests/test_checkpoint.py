@@ -125,6 +125,9 @@ def set_header(field, value):
     (set_header("norm_eps", float("nan")), "norm_eps=nan, expected a finite number"),
     (set_header("norm_eps", 0), "norm_eps=0.0, expected more than 0"),
     (set_header("rope_theta", 0), "rope_theta=0.0, expected more than 0"),
+    (set_header("rope_kind", 4), r"rope_kind=4, expected one of .*, 2 \(long\), 3 \(dynamic\)"),
+    (set_header("rope_kind", 3), "rope_original_positions=0, expected at least 1 with rope_kind=long or dynamic"),
+    (set_header("rope_long_attention_factor", float("inf")), "rope_long_attention_factor=inf, expected a finite"),
     (set_tensor("reserved", 1), "reserved=1, expected 0"),
     (set_header("interleave_rows", 32), "interleave_rows=32, expected 64"),
     (set_header("directory_offset", 1 << 62), "directory=bytes"),
@@ -141,6 +144,26 @@ def test_wrong_values_under_a_right_checksum(model, change, message):
     edit(model, change)
     with pytest.raises(ColibriError, match=message):
         Checkpoint(model)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"rope_kind": 2}, "rope_original_positions=0, expected at least 1 with rope_kind=long or dynamic"),
+    ({"rope_kind": 3, "rope_original_positions": 9}, "rope_dynamic_factor=0.0, expected at least 1 with rope_kind=dyn"),
+    ({"rope_kind": 3, "rope_original_positions": 9, "rope_dynamic_factor": 2.0, "rotary_dim": 2},
+     "rotary_dim=2, expected at least 4 with rope_kind=dynamic")])
+def test_what_frequencies_by_length_need(tmp_path, changes, message):
+    with pytest.raises(ColibriError, match=message):
+        Checkpoint(write_model(tmp_path / "model.bin", **changes))
+
+
+def test_longrope_has_a_second_vector(tmp_path):
+    path = write_model(tmp_path / "model.bin", rope_kind=2, rope_original_positions=9)
+    assert Checkpoint(path).tensors["rope_long_frequencies"].shape == (8,)
+    assert "rope_long_frequencies" not in Checkpoint(write_model(tmp_path / "model.bin")).tensors
+    edit(write_model(path), set_header("rope_kind", 2))
+    edit(path, set_header("rope_original_positions", 9))
+    with pytest.raises(ColibriError, match="rope_long_frequencies is missing, expected shape"):
+        Checkpoint(path)
 
 
 @pytest.mark.parametrize("field", ["num_kv_heads", "head_dim"])

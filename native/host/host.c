@@ -60,7 +60,7 @@ int host_begin(Model *m, int num_tokens) {
                         "send the rest in another", piece, b->slots[t]);
     for (int i = 0; i < b->num_logits; i++) CHECK_RANGE(logit_rows, i, num_tokens, "name tokens of this batch")
     b->fault = 0;
-    if (NUM_HEADS && ROPE_KIND == ROPE_DEFAULT) host_fill_rope_table(m, num_tokens);
+    if (NUM_HEADS && ROPE_KIND != ROPE_NONE) host_fill_rope_table(m, num_tokens);
     return 0;
 }
 

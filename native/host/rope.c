@@ -9,13 +9,22 @@
 /* Cosines and sines of this step's positions, once for all layers. The angle is taken in double: a rounding of it
  * would grow with the position. */
 void host_fill_rope_table(const Model *m, int num_tokens) {
-    float *row = rope_table(m), factor = m->header.rope_attention_factor;
-    for (int t = 0; t < num_tokens; t++, row += ROTARY_DIM)
+    const BinHeader *h = &m->header;
+    float *row = rope_table(m);
+    for (int t = 0; t < num_tokens; t++, row += ROTARY_DIM) {
+        int length = m->batch->rope_lengths[t];
+        int is_long = ROPE_KIND == ROPE_LONG && is_long_rope(length, h->rope_original_positions);
+        const float *frequencies = is_long ? m->weights.rope_long_frequencies : m->weights.rope_frequencies;
+        float factor = is_long ? h->rope_long_attention_factor : h->rope_attention_factor;
         for (int i = 0; i < HALF; i++) {
-            double angle = m->batch->positions[t] * (double)m->weights.rope_frequencies[i];
+            float frequency = frequencies[i];
+            if (ROPE_KIND == ROPE_DYNAMIC)
+                frequency = dynamic_frequency(frequency, i, length, h->rope_original_positions, h->rope_dynamic_factor);
+            double angle = m->batch->positions[t] * (double)frequency;
             row[i] = (float)cos(angle) * factor;
             row[HALF + i] = (float)sin(angle) * factor;
         }
+    }
 }
 
 static void rotate(float *head, const float *table) {
@@ -42,7 +51,7 @@ static void prepare(const Rope *r, float *row, int heads, const float *norm, con
         if (QK_NORM == QK_NORM_HEAD && norm) r->kernels->rms_norm(row, row, norm, h->norm_eps, HEAD_DIM);
         for (int i = 0; h->clip_qkv > 0 && i < HEAD_DIM; i++)
             row[i] = fminf(fmaxf(row[i], -h->clip_qkv), h->clip_qkv);
-        if (ROPE_KIND == ROPE_DEFAULT && table) rotate(row, table);
+        if (ROPE_KIND != ROPE_NONE && table) rotate(row, table);
     }
 }
 
