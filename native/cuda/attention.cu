@@ -2,7 +2,9 @@
  * positions. Chunks are counted from the first position that the token sees and are merged in their order, for few
  * tokens by the last block of the token to finish, for a long prompt by one block that takes all chunks: the same bits
  * either way. */
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 #if NUM_HEADS
 

@@ -1,6 +1,8 @@
 /* Latent attention's queries, keys and values: norms of the latents within a row of qkv, in place, then their products
  * (linear.cu). */
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 #if ATTENTION_KIND == ATTENTION_LATENT && NUM_HEADS
 

@@ -2,7 +2,9 @@
 #ifndef COLIBRI_CUDA_PRODUCTS_CUH
 #define COLIBRI_CUDA_PRODUCTS_CUH
 
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 template <class T> constexpr T max_of(T a) { return a; }

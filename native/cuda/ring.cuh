@@ -7,7 +7,8 @@
 
 #include <cuda.h>
 
-#include "common.cuh"
+#include "../error.h"
+#include "ptx.cuh"
 
 #if CUDA_ARCH >= 90 && !defined(PORTABLE_COPY)
 #define BULK_COPY 1

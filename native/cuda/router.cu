@@ -6,6 +6,7 @@
  * done last. For few tokens one kernel does all, a cluster whose blocks have a slice each and hand their sums to the
  * first one's shared memory. */
 #include "products.cuh"
+#include "ptx.cuh"
 
 namespace {
 
