@@ -74,7 +74,7 @@ __device__ void end_round(Lists &lists) {
 
 /* Sorts `count` assignments by expert, then by token; `ids` are their experts where a block's shared memory has them
  * all. By one block, whose lists are clear; an assignment's place is its expert's start plus those before it, which
- * the takers' bits tell, a round of a thread each at a time. (The atomics are on integers: their order is no matter.) */
+ * the takers' bits tell, a round of a thread each at a time. (The atomics are on integers: order is no matter.) */
 __device__ void dispatch(const Routing &r, Lists &lists, const int *ids, int count) {
     const State &s = r.state;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -216,7 +216,8 @@ __device__ void attend(Partial (&out)[PER_THREAD], Shared &s, const Seen &seen, 
 
 /* What another block has written, past this SM's cache. */
 __device__ __forceinline__ Values::vector_t read_vector(const Values::vector_t *from) {
-    using bits_t = std::conditional_t<Values::WIDTH == 4, float4, std::conditional_t<Values::WIDTH == 2, float2, float>>;
+    using short_t = std::conditional_t<Values::WIDTH == 2, float2, float>;
+    using bits_t = std::conditional_t<Values::WIDTH == 4, float4, short_t>;
     bits_t bits = __ldcg((const bits_t *)from);
     return *(Values::vector_t *)&bits;
 }

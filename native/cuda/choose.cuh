@@ -159,8 +159,8 @@ __device__ float weigh(float chosen, const float (&logits)[PER_LANE], float rout
     return weight / total * routed_scaling;
 }
 
-/* The weight of the expert that ROUTER_SPARSEMIXER has just chosen for its logit, in every lane: by a softmax over those
- * left whose logits lie near it. `first` is the one that was chosen before, or none. */
+/* The weight of the expert that ROUTER_SPARSEMIXER has just chosen for its logit, in every lane: by a softmax over
+ * those left whose logits lie near it. `first` is the one that was chosen before, or none. */
 __device__ float sparsemix(const float (&logits)[PER_LANE], int chosen, int first, float jitter) {
     float largest = value_of(logits, chosen), total = 0.0f;
 #pragma unroll

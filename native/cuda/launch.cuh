@@ -33,6 +33,10 @@ int cuda_gather_norm(Model *m, int num_logits);
 int cuda_lm_head(Model *m, int num_logits);
 int cuda_sample(Model *m, int num_logits);
 
+/* Ids, weights and lists from `router` and, where not NULL, its two biases; counted: in the totals of the layer. */
+int cuda_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
+               const float *correction, bool counted);
+
 /* q_b and kv_b of ATTENTION_LATENT: from the latents of qkv to q and kv. */
 int cuda_latent_products(Model *m, int num_tokens, const Layer *layer);
 

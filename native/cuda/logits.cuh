@@ -1,10 +1,10 @@
-/* Router logits. Their sums are split over columns into slices that the shape fixes: a warp has a slice's columns for 16
- * experts and up to 8 rows. */
+/* Router logits. Their sums are split over columns into slices that the shape fixes; a block has a slice's columns for
+ * 16 experts and up to 8 rows. */
 #ifndef COLIBRI_CUDA_LOGITS_CUH
 #define COLIBRI_CUDA_LOGITS_CUH
 
 #include "launch.cuh"
-#include "products.cuh"
+#include "scratch.cuh"
 
 namespace {
 

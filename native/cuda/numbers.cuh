@@ -12,6 +12,9 @@ static_assert(WEIGHT_DTYPE != DTYPE_F32, "CUDA runs f16 and bf16 weights; conver
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+template <class T> constexpr T max_of(T a) { return a; }
+template <class T, class... Rest> constexpr T max_of(T a, T b, Rest... rest) { return max_of(a > b ? a : b, rest...); }
 
 /* One weight as float. */
 __device__ __forceinline__ float to_float(weight_t bits) {

@@ -45,8 +45,8 @@ __device__ __forceinline__ void raise_in_first_block(int *shared, int value) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n .reg .b32 address;\n"
                  "mapa.shared::cluster.u32 address, %0, 0;\n"
-                 "red.relaxed.cluster.shared::cluster.max.s32 [address], %1;\n}" ::"r"(shared_address(shared)), "r"(value)
-                 : "memory");
+                 "red.relaxed.cluster.shared::cluster.max.s32 [address], %1;\n}" ::"r"(shared_address(shared)),
+                 "r"(value) : "memory");
 #else
     atomicMax(shared, value);
 #endif
@@ -63,6 +63,48 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 /* Until all but the newest `pending` groups of this thread have arrived. */
 template <int pending> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+/* mbarriers, by their shared addresses, and copies by the bulk copy engine, from sm_90 on. A barrier's phase ends when
+ * it has been told to expect bytes and they have arrived. */
+__device__ __forceinline__ void begin_barrier(uint32_t barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+/* Makes barriers that have begun known to the copy engine. */
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+/* Until the phase of that parity has ended. */
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
+    asm volatile("{\n .reg .pred arrived;\n"
+                 "again_%=: mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
+                 "@!arrived bra again_%=;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const void *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/* The L2 cache's policy for what is read once. */
+__device__ __forceinline__ uint64_t evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+/* A box of a tensor of three dimensions, from (x, y, z), to shared memory; `barrier` counts its bytes. */
+__device__ __forceinline__ void copy_box(uint32_t shared, const void *map, int x, int y, int z, uint32_t barrier,
+                                         uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier),
+                 "l"(policy) : "memory");
 }
 
 /* Four 8x8 matrices of 16-bit elements whose rows start at the 32 lanes' addresses; trans: each one transposed. */

@@ -1,8 +1,8 @@
 /* Routing: logits, each token's experts and their weights, and the lists that the expert products work from.
  *
- * router_kernel adds the logits' slices in order and routes, one warp a token. One block goes on to build the lists: the
- * first of a cluster, or the one that is done last. For few tokens one kernel does all, a cluster whose blocks have a
- * slice each and hand their sums to the first one's shared memory. */
+ * router_kernel adds the logits' slices in order and routes, one warp a token. One block goes on to build the lists:
+ * the first of a cluster, or the one that is done last. For few tokens one kernel does all, a cluster whose blocks have
+ * a slice each and hand their sums to the first one's shared memory. */
 #include "assignments.cuh"
 #include "launch.cuh"
 #include "logits.cuh"
@@ -125,8 +125,6 @@ int launch_small(Model *m, int num_rows, const Routing &routing, const float *ro
 }
 
 } // namespace
-
-int64_t cuda_product_scratch_bytes() { return sizeof(Scratch); }
 
 int cuda_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
                const float *correction, bool counted) {
