@@ -37,8 +37,9 @@ int cuda_sample(Model *m, int num_logits);
 int cuda_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
                const float *correction, bool counted);
 
-/* q_b and kv_b of ATTENTION_LATENT: from the latents of qkv to q and kv. */
-int cuda_latent_products(Model *m, int num_tokens, const Layer *layer);
+/* x[t] = (residual ? x[t] : 0) + multiplier * (the slots' outputs in order + mlp_out + bias), the last two where not
+ * NULL. */
+int cuda_add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *mlp_out, const float *bias);
 
 /* Launches on the model's stream; the kernel may start before the one before it has ended (see above). Every
  * `cluster_blocks` of the grid's x form a cluster; more than 1 from sm_90 on. */
