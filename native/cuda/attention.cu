@@ -1,19 +1,25 @@
-/* Causal attention over the KV cache, a block for one token, one tile of queries that share a kv head, and one chunk of
- * positions. Chunks are counted from the first position that the token sees and are merged in their order, for few
- * tokens by the last block of the token to finish, for a long prompt by one block that takes all chunks: the same bits
- * either way. */
+/* Causal attention of few tokens over the KV cache. Work is a list of items, each one span of a token for one tile of
+ * queries: as many as the step's tokens have, whatever the cache could hold. Blocks share it; the last one to finish a
+ * span of a token and tile merges them all. */
 #include "attention.cuh"
 
 #if NUM_HEADS
 
 namespace {
 
-constexpr int SPLIT_TOKENS = MAX_TOKENS < 64 ? MAX_TOKENS : 64; /* more fill the GPU without splitting positions */
+constexpr int FEW_SPANS = 8; /* a short context's, each of which has a block */
+constexpr int SM_BLOCKS = 6; /* of the kernel at work on an SM at once: so many blocks there are at least */
 
-/* What a block leaves for the last of its token and tile. */
-struct ChunkResult {
+/* What a block leaves of a span for the last of its token and tile. */
+struct SpanResult {
     Values::vector_t value[OUTPUTS / Values::WIDTH];
     float maximum[QUERIES], sum[QUERIES];
+};
+
+/* A part of the scratch block. */
+struct AttentionScratch {
+    int32_t arrived[DECODE_TOKENS * TILES]; /* spans that are done; 0 between layers */
+    alignas(16) SpanResult results[DECODE_TOKENS * TILES][MAX_SPANS];
 };
 
 /* What another block has written, past this SM's cache. */
@@ -24,100 +30,131 @@ __device__ __forceinline__ Values::vector_t read_vector(const Values::vector_t *
     return *(Values::vector_t *)&bits;
 }
 
-/* Publishes this block's chunk; true in the last of the (token, tile)'s blocks, with all chunks merged in out. */
-__device__ bool merge_chunks(Partial (&out)[PER_THREAD], ChunkResult *chunks, int *arrived, int chunk, int num_chunks) {
+/* Publishes one span; true in the last block of the token and tile, where what the others wrote can be read. */
+__device__ bool publish(const Partial (&one)[PER_THREAD], SpanResult &result, int32_t *arrived, int num_spans) {
     __shared__ bool last;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
         if (!is_output(i)) continue;
-        chunks[chunk].value[output_vector(i)] = out[i].value;
+        result.value[output_vector(i)] = one[i].value;
         if (output_vector(i) * Values::WIDTH % V_HEAD_DIM > 0) continue;
-        chunks[chunk].maximum[query_of(i)] = out[i].maximum, chunks[chunk].sum[query_of(i)] = out[i].sum;
+        result.maximum[query_of(i)] = one[i].maximum, result.sum[query_of(i)] = one[i].sum;
     }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(arrived, 1) == num_chunks - 1;
+        last = atomicAdd(arrived, 1) == num_spans - 1;
         if (last) *arrived = 0; /* for the next layer */
     }
     __syncthreads();
-    if (!last) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        out[i] = {-INFINITY, 0.0f, {}};
-#pragma unroll 4
-        for (const ChunkResult *c = chunks; c < chunks + num_chunks && is_output(i); c++)
-            merge(out[i], {__ldcg(&c->maximum[query_of(i)]), __ldcg(&c->sum[query_of(i)]),
-                           read_vector(&c->value[output_vector(i)])});
-    }
-    return true;
+    if (last) __threadfence();
+    return last;
 }
 
-/* Grid: (tokens, TILES, chunks), or (tokens, TILES) where a block takes every chunk. WINDOW: the layer has one. */
-template <bool WINDOW>
-__global__ void __launch_bounds__(THREADS) attention_kernel(Arguments a, ChunkResult *chunks, int *arrived) {
-    __shared__ Shared s;
-    pdl_wait();
-    pdl_trigger();
-    int token = blockIdx.x, tile = blockIdx.y, chunk = blockIdx.z;
-    int num_tokens = a.batch->num_tokens, position = a.batch->positions[token], slot = a.batch->slots[token];
-    if (token >= num_tokens) return;
-    int first = WINDOW && position >= a.cache.window ? position - a.cache.window + 1 : 0;
-    int num_positions = position - first + 1, num_chunks = (num_positions - 1) / CHUNK + 1;
-    if (chunk >= num_chunks) return;
-    const float *query = a.q + (int64_t)token * Q_STRIDE;
-    for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS)
-        s.query[i / HEAD_DIM][i % HEAD_DIM] = query[head_of(tile, i / HEAD_DIM) * HEAD_DIM + i % HEAD_DIM];
-    int64_t row = cache_row(a.cache, slot, tile * QUERIES / GROUP, 0);
-    Seen seen = {a.keys + row * HEAD_DIM, a.values + row * V_HEAD_DIM, WINDOW ? first % a.cache.positions : 0,
-                 a.cache.positions};
-
-    Partial all[PER_THREAD];
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) all[i] = {-INFINITY, 0.0f, {}};
-#pragma unroll 1
-    for (; chunk < num_chunks; chunk++) {
-        Partial one[PER_THREAD] = {};
-        attend<WINDOW>(one, s, seen, chunk * CHUNK, min(CHUNK, num_positions - chunk * CHUNK), a.scale);
-        if (gridDim.z > 1 && num_chunks > 1) {
-            int index = token * TILES + tile;
-            if (!merge_chunks(one, chunks + (int64_t)index * CHUNKS, &arrived[index], chunk, num_chunks)) return;
-            chunk = num_chunks;
-        }
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; i++) merge(all[i], one[i]);
-    }
-    float *out = a.out + (int64_t)token * NUM_HEADS * V_HEAD_DIM;
+/* Several results are asked for at once, so that few waits add up. */
+__device__ __forceinline__ void merge_spans(Partial (&all)[PER_THREAD], const SpanResult *results, int num_spans) {
+    constexpr int AT_ONCE = 4;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
         if (!is_output(i)) continue;
-        int head = head_of(tile, query_of(i));
-        if (SINKS) merge(all[i], {a.sinks[head], 1.0f, {}});
+#pragma unroll 1
+        for (int first = 0; first < num_spans; first += AT_ONCE) {
+            Partial next[AT_ONCE];
 #pragma unroll
-        for (int v = 0; v < Values::WIDTH; v++) all[i].value.of[v] /= all[i].sum;
-        int column = output_vector(i) * Values::WIDTH % V_HEAD_DIM;
-        *(Values::vector_t *)(out + head * V_HEAD_DIM + column) = all[i].value;
+            for (int j = 0; j < AT_ONCE; j++) {
+                const SpanResult &r = results[min(first + j, num_spans - 1)];
+                next[j] = {__ldcg(&r.maximum[query_of(i)]), __ldcg(&r.sum[query_of(i)]),
+                           read_vector(&r.value[output_vector(i)])};
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                if (first + j < num_spans) merge(all[i], next[j]);
+        }
+    }
+}
+
+/* One of a step's spans, and how many there are. */
+struct Span {
+    int token, position, slot, index, total;
+};
+
+/* The span number `wanted` of the step, token by token, if there is one. By whole warps, each for itself. */
+__device__ Span find_span(const Batch *batch, int window, int wanted, int num_rows) {
+    if (num_rows == 1) {
+        int position = batch->positions[0];
+        return {0, position, batch->slots[0], wanted, Reach(position, window).num_spans};
+    }
+    Span found = {};
+#pragma unroll 1
+    for (int first = 0; first < num_rows; first += 32) {
+        int lane = threadIdx.x % 32, token = min(first + lane, num_rows - 1);
+        int position = batch->positions[token], slot = batch->slots[token];
+        int own = first + lane < batch->num_tokens ? Reach(position, window).num_spans : 0;
+        int up_to = found.total + warp_sum_up_to(own);
+        unsigned beyond = __ballot_sync(~0u, up_to > wanted);
+        if (beyond && found.total <= wanted) {
+            int owner = __ffs(beyond) - 1;
+            found = {first + owner, __shfl_sync(~0u, position, owner), __shfl_sync(~0u, slot, owner),
+                     wanted - __shfl_sync(~0u, up_to - own, owner), 0};
+        }
+        found.total = __shfl_sync(~0u, up_to, 31);
+    }
+    return found;
+}
+
+/* The span's result goes to those of its token and tile; the last one ends them. */
+__device__ __forceinline__ void finish_span(const Arguments &a, AttentionScratch *scratch, Partial (&one)[PER_THREAD],
+                                            const Span &at, int tile, int num_spans) {
+    int place = at.token * TILES + tile;
+    SpanResult *results = scratch->results[place];
+    if (num_spans > 1 && !publish(one, results[at.index], &scratch->arrived[place], num_spans)) return;
+    Partial all[PER_THREAD];
+    clear(all);
+    if (num_spans > 1) {
+        merge_spans(all, results, num_spans);
+    } else {
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) merge(all[i], one[i]);
+    }
+    write_outputs(a, all, at.token, tile);
+}
+
+/* WINDOW: the layer has one. */
+template <bool WINDOW>
+__global__ void __launch_bounds__(THREADS)
+attention_kernel(const __grid_constant__ Arguments a, AttentionScratch *scratch, int num_rows) {
+    __shared__ Shared s;
+    __shared__ Span at; /* the item's, where it takes no registers */
+    pdl_wait();
+    pdl_trigger();
+    int window = WINDOW ? a.cache.window : 0;
+#pragma unroll 1
+    for (int item = blockIdx.x;; item += gridDim.x) {
+        Span found = find_span(a.batch, window, item / TILES, num_rows);
+        if (item >= found.total * TILES) return;
+        Reach reach(found.position, window);
+        __syncthreads(); /* the last item's span has been read */
+        if (threadIdx.x == 0) at = found;
+        Seen seen = begin_tile<WINDOW>(s, a, found.token, item % TILES, found.slot, reach);
+        Partial one[PER_THREAD] = {};
+        attend_span<WINDOW>(one, s, seen, reach, found.index, a.scale);
+        finish_span(a, scratch, one, at, item % TILES, Reach(at.position, window).num_spans);
+        if (item + gridDim.x >= at.total * TILES) return;
     }
 }
 
 } // namespace
 
-int64_t cuda_attention_scratch_bytes() {
-    return scratch_round(SPLIT_TOKENS * TILES * sizeof(int)) +
-           scratch_round((int64_t)SPLIT_TOKENS * TILES * CHUNKS * sizeof(ChunkResult));
-}
+int64_t cuda_attention_scratch_bytes() { return sizeof(AttentionScratch); }
 
 int cuda_attention(Model *m, int num_tokens, int layer) {
-    int *arrived = (int *)attention_scratch(m);
-    ChunkResult *chunks = (ChunkResult *)(attention_scratch(m) + scratch_round(SPLIT_TOKENS * TILES * sizeof(int)));
-    const State &s = m->state;
-    Arguments arguments = {s.attention, OWN_Q ? s.q : s.qkv, s.key_cache, s.value_cache, m->weights.layers[layer].sinks,
-                           device_batch(m), layer_cache(m, layer), m->header.attention_scale};
-    int window = arguments.cache.window, longest = window && window < MAX_SEQ_LEN ? window : MAX_SEQ_LEN;
-    dim3 grid(num_tokens, TILES, num_tokens <= SPLIT_TOKENS ? ceil_div(longest, CHUNK) : 1);
-    return launch(m, "attention", window ? attention_kernel<true> : attention_kernel<false>, grid, THREADS, 0,
-                  arguments, chunks, arrived);
+    if (num_tokens > DECODE_TOKENS) return cuda_attention_prefill(m, num_tokens, layer);
+    Arguments arguments = attention_arguments(m, layer);
+    int window = arguments.cache.window, tiles = num_tokens * TILES;
+    int most_spans = window ? min_of(ceil_div(window, PIECE), MAX_SPANS) : MAX_SPANS; /* of a token */
+    int blocks = min_of(tiles * most_spans, max_of(tiles * FEW_SPANS, SM_BLOCKS * num_multiprocessors()));
+    return launch(m, "attention", window ? attention_kernel<true> : attention_kernel<false>, blocks, THREADS, 0,
+                  arguments, (AttentionScratch *)attention_scratch(m), num_tokens);
 }
 
 #else

@@ -1,5 +1,9 @@
-/* Attention over one chunk of the positions that a token sees, by a block for a tile of queries that share a kv head:
- * scores, their exponentials, and the sum of the values, as a partial result that is merged with other chunks'. */
+/* What both attention kernels share: a block works on one token and a tile of queries that share a kv head.
+ *
+ * The positions that a token sees are split by their number alone, counted from the first: into spans, and a span into
+ * pieces. A piece is what a block has in shared memory at once: scores, their exponentials, and the sum of the values.
+ * A span's pieces are merged in order, then a token's spans in order. So bits depend on neither the capacity of the
+ * cache, nor the batch, nor the number of blocks, nor the kernel. */
 #ifndef COLIBRI_CUDA_ATTENTION_CUH
 #define COLIBRI_CUDA_ATTENTION_CUH
 
@@ -24,13 +28,22 @@ constexpr int tile_queries() {
 constexpr int QUERIES = tile_queries();
 constexpr int TILES = NUM_HEADS / QUERIES;
 
-/* Positions of one block: at most 64 chunks of a sequence, as far as shared memory allows. */
-constexpr int chunk_positions() {
-    int positions = round_up(ceil_div(MAX_SEQ_LEN, 64), 64);
-    return positions > 1024 ? 1024 : positions;
-}
-constexpr int CHUNK = chunk_positions();
-constexpr int CHUNKS = ceil_div(MAX_SEQ_LEN, CHUNK);
+constexpr int PIECE = 64;     /* positions */
+constexpr int MAX_SPANS = 64; /* of a token */
+
+/* What a token sees: `count` positions from `first` on, in spans of one piece up to PIECE * MAX_SPANS positions, and of
+ * twice as many at each doubling of those. */
+struct Reach {
+    int first, count, span, num_spans;
+
+    __device__ Reach(int position, int window) {
+        first = window && position >= window ? position - window + 1 : 0;
+        count = position - first + 1;
+        int doublings = 32 - __clz((count - 1) / (PIECE * MAX_SPANS));
+        span = PIECE << doublings;
+        num_spans = ((count - 1) / PIECE >> doublings) + 1;
+    }
+};
 
 /* The largest power of two that is at most both; the first is one. */
 constexpr int at_most(int power, int limit) { return power <= limit ? power : at_most(power / 2, limit); }
@@ -63,7 +76,7 @@ constexpr int PER_THREAD = ceil_div(OUTPUTS / Values::WIDTH, THREADS); /* ... an
 struct Shared {
     alignas(16) float query[QUERIES][HEAD_DIM]; /* read as vectors */
     union {
-        float score[CHUNK][QUERIES]; /* then exp(score - maximum) */
+        float score[PIECE][QUERIES]; /* then exp(score - maximum) */
         alignas(16) float stream[STREAMS][OUTPUTS];
     };
     float maximum[QUERIES], sum[QUERIES];
@@ -81,7 +94,7 @@ template <bool WINDOW> __device__ int64_t row_of(const Seen &seen, int p) {
     return WINDOW && row >= seen.ring ? row - seen.ring : row;
 }
 
-/* softmax(scores) v of one or more chunks is value / sum; maximum is what exp was taken relative to. */
+/* softmax(scores) v of one or more pieces is value / sum; maximum is what exp was taken relative to. */
 struct Partial {
     float maximum, sum;
     Values::vector_t value;
@@ -92,7 +105,7 @@ __device__ __forceinline__ int output_vector(int i) { return threadIdx.x + i * T
 __device__ __forceinline__ bool is_output(int i) { return output_vector(i) < OUTPUTS / Values::WIDTH; }
 __device__ __forceinline__ int query_of(int i) { return output_vector(i) * Values::WIDTH / V_HEAD_DIM; }
 
-/* Written with explicit roundings, so that both places it is inlined in give the same bits. */
+/* Written with explicit roundings, so that all places it is inlined in give the same bits. */
 __device__ __forceinline__ void merge(Partial &all, const Partial &next) {
     float maximum = fmaxf(all.maximum, next.maximum);
     float old_scale = expf(all.maximum - maximum), new_scale = expf(next.maximum - maximum);
@@ -185,11 +198,11 @@ template <bool WINDOW> __device__ void sum_values(Shared &s, const Seen &seen, i
                 ((Values::vector_t *)(s.stream[stream] + q * V_HEAD_DIM))[Values::vector(i)] = acc[q][i];
 }
 
-/* One chunk: a thread's outputs of it. */
+/* One piece: a thread's outputs of it. */
 template <bool WINDOW>
 __device__ void attend(Partial (&out)[PER_THREAD], Shared &s, const Seen &seen, int first, int num_positions,
                        float scale) {
-    __syncthreads(); /* queries are there, and the last chunk's streams have been read */
+    __syncthreads(); /* queries are there, and the last piece's streams have been read */
     score_positions<WINDOW>(s, seen, first, num_positions, scale);
     __syncthreads();
     exponentiate(s, num_positions);
@@ -224,7 +237,64 @@ struct Arguments {
 };
 constexpr int Q_STRIDE = OWN_Q ? NUM_HEADS * HEAD_DIM : QKV_ROWS;
 
+inline Arguments attention_arguments(const Model *m, int layer) {
+    const State &s = m->state;
+    return {s.attention, OWN_Q ? s.q : s.qkv, s.key_cache, s.value_cache, m->weights.layers[layer].sinks,
+            device_batch(m), layer_cache(m, layer), m->header.attention_scale};
+}
+
+/* Where a tile's keys and values are; its queries go to shared memory. */
+template <bool WINDOW>
+__device__ Seen begin_tile(Shared &s, const Arguments &a, int token, int tile, int slot, const Reach &reach) {
+    const float *query = a.q + (int64_t)token * Q_STRIDE;
+    for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS)
+        s.query[i / HEAD_DIM][i % HEAD_DIM] = query[head_of(tile, i / HEAD_DIM) * HEAD_DIM + i % HEAD_DIM];
+    int64_t row = cache_row(a.cache, slot, tile * QUERIES / GROUP, 0);
+    return {a.keys + row * HEAD_DIM, a.values + row * V_HEAD_DIM, WINDOW ? reach.first % a.cache.positions : 0,
+            a.cache.positions};
+}
+
+__device__ __forceinline__ void clear(Partial (&all)[PER_THREAD]) {
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) all[i] = {-INFINITY, 0.0f, {}};
+}
+
+/* One span: its pieces in order. */
+template <bool WINDOW>
+__device__ __forceinline__ void attend_span(Partial (&out)[PER_THREAD], Shared &s, const Seen &seen, const Reach &reach,
+                                            int index, float scale) {
+    int first = index * reach.span, end = min(first + reach.span, reach.count);
+#pragma unroll 1
+    for (int start = first; start < end; start += PIECE) {
+        Partial one[PER_THREAD] = {};
+        attend<WINDOW>(one, s, seen, start, min(PIECE, end - start), scale);
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) {
+            if (start > first) merge(out[i], one[i]);
+            else out[i] = one[i];
+        }
+    }
+}
+
+/* The sinks, and the softmax's division. */
+__device__ void write_outputs(const Arguments &a, Partial (&all)[PER_THREAD], int token, int tile) {
+    float *out = a.out + (int64_t)token * NUM_HEADS * V_HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+        if (!is_output(i)) continue;
+        int head = head_of(tile, query_of(i));
+        if (SINKS) merge(all[i], {a.sinks[head], 1.0f, {}});
+#pragma unroll
+        for (int v = 0; v < Values::WIDTH; v++) all[i].value.of[v] /= all[i].sum;
+        int column = output_vector(i) * Values::WIDTH % V_HEAD_DIM;
+        *(Values::vector_t *)(out + head * V_HEAD_DIM + column) = all[i].value;
+    }
+}
+
 } // namespace
+
+/* For more than DECODE_TOKENS tokens. */
+int cuda_attention_prefill(Model *m, int num_tokens, int layer);
 
 #endif
 

@@ -1,4 +1,5 @@
-/* Latent attention's queries, keys and values: norms of the latents within a row of qkv, in place, then their products. */
+/* Latent attention's queries, keys and values: norms of the latents within a row of qkv, in place, then their
+ * products. */
 #include "prefill.cuh"
 
 #if ATTENTION_KIND == ATTENTION_LATENT && NUM_HEADS

@@ -28,7 +28,7 @@ template <int EXPERTS_, int SLOTS_, int ROWS, int COLUMNS_> struct Product {
     static constexpr int INPUT_DIVISOR = 1;           /* an assignment's input row is its number divided by this */
     static constexpr bool KNOWN_BEFORE = true; /* the routing, or the number of rows, when the kernel before began */
     static constexpr bool IS_GATED = false, ACTIVATES = false, HAS_BIAS = false;
-    static constexpr bool IS_DENSE = false; /* inputs lose nothing; the output and its bias are multiplied by job.scale */
+    static constexpr bool IS_DENSE = false; /* inputs lose nothing; job.scale multiplies the output and its bias */
     static constexpr bool ADDS = false;     /* to what the output holds */
 };
 
