@@ -180,13 +180,15 @@ template <bool WINDOW> __device__ void sum_values(Shared &s, const Seen &seen, i
 #pragma unroll
         for (int r = 0; r < ROUNDS; r++) {
             int p = start + r * STREAMS;
-            if (p >= num_positions) break;
 #pragma unroll
-            for (int q = 0; q < QUERIES; q++)
+            for (int q = 0; q < QUERIES; q++) {
+                /* without a branch, behind which the rows would be asked for one by one */
+                float score = p < num_positions ? s.score[min(p, PIECE - 1)][q] : 0.0f;
 #pragma unroll
                 for (int i = 0; i < Values::PER_LANE; i++)
 #pragma unroll
-                    for (int v = 0; v < Values::WIDTH; v++) acc[q][i].of[v] += s.score[p][q] * value[r][i].of[v];
+                    for (int v = 0; v < Values::WIDTH; v++) acc[q][i].of[v] += score * value[r][i].of[v];
+            }
         }
     }
     __syncthreads(); /* the scores have been read, and streams take their place */
