@@ -43,8 +43,8 @@ SOURCES = ("x", "normed", "qkv", "q", "kv", "attention")
 class Pair:
     """One model on the host and on the GPU. Inputs go to both; an op's outputs are compared, starting from NaN."""
 
-    def __init__(self, path):
-        self.host, self.gpu = gpu_model.engines(path)
+    def __init__(self, path, **options):
+        self.host, self.gpu = gpu_model.engines(path, **options)
         self.header = self.host.checkpoint.header
         self.rng = np.random.default_rng()
         self.tolerance = TOLERANCE[self.header["weight_dtype"]]

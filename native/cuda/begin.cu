@@ -1,5 +1,7 @@
 /* What a step begins with: the batch comes over from host memory, and its tokens' embeddings become x. */
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 namespace {
 

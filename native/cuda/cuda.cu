@@ -1,5 +1,6 @@
 /* The CUDA backend's table. */
-#include "common.cuh"
+#include "launch.cuh"
+#include "scratch.cuh"
 
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)

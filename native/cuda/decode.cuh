@@ -11,8 +11,8 @@
 #ifndef COLIBRI_CUDA_DECODE_CUH
 #define COLIBRI_CUDA_DECODE_CUH
 
-#include "products.cuh"
-#include "ring.cuh"
+#include "launch.cuh"
+#include "tiles.cuh"
 
 namespace decode {
 namespace {
@@ -394,8 +394,8 @@ decode_kernel(const __grid_constant__ Panels panels, const __grid_constant__ Job
     if (Cursor<P>::TAKES_ITEMS) leave(job);
 }
 
-/* A second block on an SM, of the next kernel, would take bandwidth from the one that is at work: this much shared memory
- * keeps it away. */
+/* A second block on an SM, of the next kernel, would take bandwidth from the one that is at work: this much shared
+ * memory keeps it away. */
 constexpr int ALONE = CUDA_ARCH == 90 || CUDA_ARCH == 100 ? 116 << 10 : 0;
 
 template <class P> int start(Model *m, int launch_rows, const Job &job) {
@@ -405,7 +405,8 @@ template <class P> int start(Model *m, int launch_rows, const Job &job) {
     size_t bytes = max_of((int)sizeof(Shared) + 1024, ALONE);
     int wide_items = P::PANELS * P::SPLITS * ceil_div(launch_rows, 32);
     bool few_items = P::ALL_TOKENS && wide_items * 2 < (int)grid.x; /* small tiles then share the work better */
-    if (launch_rows <= 8 || few_items) return launch(m, P::NAME, decode_kernel<P, 1>, grid, THREADS, bytes, panels, job);
+    if (launch_rows <= 8 || few_items)
+        return launch(m, P::NAME, decode_kernel<P, 1>, grid, THREADS, bytes, panels, job);
     if constexpr (P::ALL_TOKENS) /* an expert seldom has more than 16 */
         if (launch_rows > 16) return launch(m, P::NAME, decode_kernel<P, 4>, grid, THREADS, bytes, panels, job);
     return launch(m, P::NAME, decode_kernel<P, 2>, grid, THREADS, bytes, panels, job);

@@ -1,10 +1,9 @@
-/* The MoE layer's experts and the sum over a token's slots; ATTENTION_MOA's experts, whose routing is their own. */
+/* The MoE layer's experts and the sum over a token's slots. */
 #include "prefill.cuh"
 
 namespace {
 
-/* A thread an output: x[t] = (residual ? x[t] : 0) + multiplier * (the slots' outputs in order + mlp_out + bias), the
- * last two where not NULL. */
+/* A thread an output. */
 template <int SLOTS>
 __global__ void combine_kernel(float *x, const float *out, const float *weights, const float *mlp_out,
                                const float *bias, const Batch *batch, int residual, float multiplier) {
@@ -24,14 +23,14 @@ __global__ void combine_kernel(float *x, const float *out, const float *weights,
     *to = base + multiplier * sum;
 }
 
-int add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *mlp_out, const float *bias) {
+} // namespace
+
+int cuda_add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *mlp_out, const float *bias) {
     dim3 grid(ceil_div(HIDDEN, 128), num_tokens);
     return launch(m, "combine", has_slots ? combine_kernel<K> : combine_kernel<0>, grid, 128, 0, m->state.x,
                   m->state.expert_out, m->state.expert_weights, mlp_out, bias, device_batch(m), residual,
                   m->header.residual_multiplier);
 }
-
-} // namespace
 
 int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
     return product<Up>(m, num_tokens,
@@ -44,21 +43,6 @@ int cuda_experts_down(Model *m, int num_tokens, const Layer *layer) {
 }
 
 int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual) {
-    return add_up(m, num_tokens, residual, layer->router, layer->mlp_up ? m->state.mlp_out : nullptr,
+    return cuda_add_up(m, num_tokens, residual, layer->router, layer->mlp_up ? m->state.mlp_out : nullptr,
                   layer->ffn_out_bias);
 }
-
-#if ATTENTION_KIND == ATTENTION_MOA
-int cuda_queries(Model *m, int num_tokens, int layer) {
-    const Layer *weights = &m->weights.layers[layer];
-    TRY(cuda_route(m, num_tokens, layer, m->state.normed, weights->attention_router, nullptr, nullptr, false));
-    return product<MoaIn>(m, num_tokens, job_of<MoaIn>(m, weights->attention_experts_in, nullptr, m->state.normed,
-                                                       m->state.q));
-}
-
-int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
-    TRY(product<MoaOut>(m, num_tokens, job_of<MoaOut>(m, layer->attention_experts_out, nullptr, m->state.attention,
-                                                      m->state.expert_out)));
-    return add_up(m, num_tokens, 1, true, nullptr, layer->attention_out_bias);
-}
-#endif

@@ -1,5 +1,7 @@
 /* The norm, a block a row: of every token, or of the tokens whose logits are wanted. */
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 namespace {
 

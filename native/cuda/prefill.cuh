@@ -21,8 +21,8 @@ constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 constexpr int INPUT_BYTES = TILE_TOKENS * STEP_COLUMNS * 2;
 
 template <class P> struct Shared {
-    alignas(1024) char weights[STAGES][2][STEP_COLUMNS * 128]; /* as in ring.cuh */
-    char inputs[2][P::IS_DENSE ? 2 : 1][INPUT_BYTES];          /* high, low: [token][column], eighths swizzled likewise */
+    alignas(1024) char weights[STAGES][2][STEP_COLUMNS * 128]; /* as in tiles.cuh */
+    char inputs[2][P::IS_DENSE ? 2 : 1][INPUT_BYTES];          /* high, low: [token][column], swizzled likewise */
     int expert, first, count;                                  /* the block's tile */
 };
 

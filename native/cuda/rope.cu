@@ -2,7 +2,9 @@
  * token's position. A block has some heads of one token: as many as are normed together, of q, of k or of v. */
 #include <cmath>
 
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 #if NUM_HEADS
 

@@ -1,6 +1,8 @@
 /* The next token of each row of logits, a block a row: the algorithm of host/sample.c. Probabilities are counted in
  * fixed point, so that a sum is the same in any order and the histograms can be filled by atomic adds. */
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 #if NUM_HEADS
 
