@@ -18,7 +18,7 @@ def read(path, absent=None):
     """The Input at `path`. absent: a list for files that are not there, which are an error without it."""
     path, left_out, warnings, lost = Path(path), [], [], {}
     folders.refuse_adapter(path)
-    if path.is_dir() and deepspeed.is_checkpoint(path):
+    if path.is_dir() and _is_deepspeed(path):
         tensors, left_out, warnings = deepspeed.read(path, absent)
     elif path.is_dir():
         tensors, lost, warnings = folders.read(path, absent)
@@ -30,6 +30,18 @@ def read(path, absent=None):
         tensors = (safetensors_reader.read_file if path.suffix == ".safetensors" else pt_reader.read_checkpoint)(path)
     folders.refuse_adapter(path, tensors)
     return Input(tensors, left_out, warnings, lost)
+
+
+def _is_deepspeed(folder):
+    """Whether a folder is a DeepSpeed-MoE checkpoint, and not a Trainer's: weights beside the state of an optimizer."""
+    if not deepspeed.is_checkpoint(folder):
+        return False
+    weights, experts = folders.found(folder), deepspeed.has_experts(folder)
+    whole = [each.name for each in weights if not each.absent]
+    if experts and whole:
+        raise ColibriError(f"{folder}: {whole[0]} and the experts of a DeepSpeed-MoE checkpoint: two sets of weights, "
+                           "expected one; move the one that is not meant away")
+    return experts or not weights
 
 
 def check_lost(lost, absent):
@@ -61,7 +73,7 @@ def text_files(config_path):
     folder = Path(config_path).parent
     values = {}
     for name in ("config.json", TEXT_FILES[0]):  # the second one's ids go before
-        if (folder / name).is_file():
+        if config.is_there(folder / name):
             found = config.read_json(folder / name).get("eos_token_id")
             values = {"where": folder / name, "ids": found} if found is not None else values
     ids = values.get("ids", [])
@@ -70,8 +82,15 @@ def text_files(config_path):
         raise ColibriError(f"{values['where']}: eos_token_id={str(ids)[:80]}, expected at most {MAX_EOS} token "
                            "numbers; correct it")
     tokenizer = folder / TEXT_FILES[1]
-    if not tokenizer.is_file():
+    if not config.is_there(tokenizer):
         return ids, b""
+    if not tokenizer.is_file():
+        raise ColibriError(f"{tokenizer}: not a regular file, nor a link to one, expected a tokenizer.json; download "
+                           "it again, or remove it")
     if tokenizer.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ColibriError(f"{tokenizer}: {tokenizer.stat().st_size} bytes, expected at most {MAX_TOKENIZER_BYTES}")
-    return ids, tokenizer.read_bytes()
+    data = tokenizer.read_bytes()
+    if data[:1] != b"{" or data.rstrip()[-1:] != b"}":
+        raise ColibriError(f"{tokenizer}: {len(data)} bytes that are no JSON object, expected a whole tokenizer.json; "
+                           "download it again, or remove it")
+    return ids, data
