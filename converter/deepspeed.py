@@ -98,7 +98,7 @@ def _check_numbers(numbers, num_experts):
                  for size in range(num_experts, 0, -1) if num_experts % size == 0), key=len, default=[])
     if wrong:
         expert, number = numbers[wrong[0]]
-        raise ColibriError(f"{wrong[0]}: expert {number} by the names in it, expected {expert} as in the file's name, or "
+        raise ColibriError(f"{wrong[0]}: expert {number} by the names in it, expected {expert} by its own, or "
                            "that expert's number on its rank; it is a copy of another's file, copy the right one there")
 
 
