@@ -153,7 +153,7 @@ def convert(options):
     fields, family = plan.fields, plan.family
     bound = sources.sources(family, plan.input.tensors, fields, plan.where, sources.MOE if plan.bare else None)
     for warning in plan.input.warnings:
-        say(warning, sys.stderr)
+        say(" ".join(warning.splitlines()), sys.stderr)
     if options.format == "v1":
         return v1.convert(family, fields, bound, options)
     if options.layer is not None:
@@ -243,8 +243,9 @@ def _report(plan, header, directory, dtype, ignored):
 def main(arguments=None):
     """Runs the command line and gives the exit status."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, signal.default_int_handler)
         _open_streams()
         convert(parser().parse_intermixed_args(arguments))  # an optional output after options
         sys.stdout.flush()

@@ -109,18 +109,38 @@ def replacing(path, num_bytes, force):
             yield file
             check_sizes()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
-        folder = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            _place(temporary, path, force)
+        _sync(directory)
     except OSError as error:
         raise ColibriError(f"{path}: {error.strerror}, expected to write {num_bytes} bytes; check the directory and "
                            "its space") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _place(temporary, path, force):
+    """Gives a finished file its name. Without `force`, a file that has got that name meanwhile stays."""
+    if force:
+        return os.replace(temporary, path)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        check_output(path, force)
+        raise
+    except OSError:  # of a file system without hard links
+        check_output(path, force)
+        os.replace(temporary, path)
+
+
+def _sync(directory):
+    """Makes a new name last, where the directory may be read and its file system can do so."""
+    with contextlib.suppress(OSError):
+        folder = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _lock(file):
@@ -145,7 +165,7 @@ def _remove_leftovers(path):
 
 def check_output(path, force):
     """Refuses an output that must not be written, before any work."""
-    if path.exists() and not path.is_file():
+    if (path.exists() or path.is_symlink()) and not path.is_file():
         raise ColibriError(f"{path}: not a regular file, expected a .bin to write; choose another output")
     if path.exists() and not force:
         raise ColibriError(f"{path}: exists already; give --force to replace it")

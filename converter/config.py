@@ -252,8 +252,13 @@ def load(option, checkpoint):
     checkpoint = Path(checkpoint)
     beside = [checkpoint / "config.json"] if checkpoint.is_dir() else [checkpoint.with_suffix(".json"),
                                                                        checkpoint.parent / "config.json"]
-    path = option or next((path for path in beside if path.is_file()), None)
+    path = option or next((path for path in beside if path != checkpoint and is_there(path)), None)
     return Values({}, None) if path is None else Values(read_json(path), str(path))
+
+
+def is_there(path):
+    """Whether there is anything at a path, be it a link to nothing."""
+    return path.exists() or path.is_symlink()
 
 
 def read_json(path):

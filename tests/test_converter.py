@@ -401,7 +401,7 @@ def test_memory_stays_bounded(big_checkpoint, tmp_path):
     process.stderr.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_leave_nothing(big_checkpoint, tmp_path, number):
     process = start(big_checkpoint, tmp_path / "a.bin")
     while process.poll() is None and not list(tmp_path.iterdir()):
