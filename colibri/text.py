@@ -1,16 +1,21 @@
 """Text to tokens and back: bytes where a token is one, the tokenizer in the model's file, or numbers as they are."""
 
 import codecs
+import math
+import os
 import re
 
 from colibri.errors import ColibriError
 
+DROPPED_BYTES = 16  # that a token may stand for where its vocabulary is short: blanks that are dropped, unknown words
 WINDOW = 8  # tokens, more than the bytes of a character
 REPLACEMENT = "\ufffd".encode()
 
 
 class Codec:
     unit = "token"
+    longest = 1      # bytes of text that a token stands for at most
+    most = math.inf  # tokens that are wanted at most
 
     def count(self, tokens):
         """"1 byte", "17 tokens"."""
@@ -50,10 +55,14 @@ class Numbers(Codec):
 
 
 class Tokenizer(Codec):
-    """A tokenizer.json, through the package tokenizers."""
+    """A tokenizer.json, through the package tokenizers.
+
+    Of a text of more than `most` tokens encode() tells only how many there are: range(number).
+    """
 
     def __init__(self, data, path):
         try:
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at a time needs no more threads
             import tokenizers
         except ImportError:
             raise ColibriError("tokenizers: not installed, expected it for --prompt with this model; run "
@@ -63,12 +72,18 @@ class Tokenizer(Codec):
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself
             raise ColibriError(f"{path}: tokenizer: {str(error)[:100]}, expected a tokenizer.json that the package "
                                "reads; convert again with a good one") from None
+        self.longest = max([DROPPED_BYTES, *(len(word.encode()) for word in self._tokenizer.get_vocab())])
 
     def encode(self, text):
         try:
-            return self._tokenizer.encode(text.decode()).ids
+            found = self._encoding(text.decode())
+            return found.ids if len(found) <= self.most else range(len(found))
         except UnicodeDecodeError:
             raise ColibriError("--prompt: not UTF-8, expected text; convert it first") from None
+
+    def _encoding(self, text):
+        """The package's, made while other threads run: encode() would hold Python's lock, this does not."""
+        return self._tokenizer.encode_batch_fast([text])[0]
 
     def decode(self, tokens):
         return self._tokenizer.decode(tokens).encode()

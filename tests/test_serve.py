@@ -271,7 +271,7 @@ def test_a_line_of_100_mb(service):
         sender = threading.Thread(target=client.send, args=[b"x" * 100_000_000 + b'\n{"id": 1, "prompt": "x"}\n'])
         sender.start()
         assert client.receive() == {"id": None, "error": {
-            "message": "line: more than 65536 bytes, expected fewer; no prompt that fits the context is as long",
+            "message": "line: more than 75264 bytes, expected fewer; no prompt that fits the context is as long",
             "code": "too_long"}}
         assert client.receive()["completion_tokens"] == 64
         sender.join()
@@ -379,16 +379,26 @@ def test_too_many_connections(moe_32, tmp_path):
     with Service(moe_32, tmp_path, command=command) as service:  # 220 files: room for ten of each kind
         clients = [service.client() for _ in range(10)]
         for client in clients:
-            assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+            client.send(b'{"id": 0, ')  # it has begun: nobody takes its place
+        service.wait_for("open_connections", 11)
         refused = service.client()
         assert refused.receive() == {"id": None, "error": {
-            "message": "connections: 10 are open, expected fewer; close one first", "code": "too_many_connections"}}
+            "message": "connections: 10 are open and none is idle, expected fewer; close one first",
+            "code": "too_many_connections"}}
         assert refused.receive() is None
         assert service.metric("connections_dropped_total") == 1
-        clients[0].close()
-        time.sleep(0.2)
+        for client in clients:
+            client.send(b'"prompt": "x", "max_new_tokens": 1}\n')
+            assert client.receive()["finish_reason"] == "length"
+        clients[0].send({"id": 0, **LONG, "stream": True})  # it runs: the second one has been idle for longest
+        clients[0].receive()
+        assert service.client().receive()["error"]["code"] == "too_many_connections"  # they may be about to send one
+        time.sleep(1.2)
         with service.client() as client:
             assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+            assert clients[1].receive() is None
+        assert clients[0].ask(id=1, prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+        assert re.search(r'Z connection dropped="idle for \d+ s, and its place was needed"\n', service.log)
         assert service.stop() == 0
 
 
@@ -666,8 +676,31 @@ def test_logs(moe_32):
     assert serving == {"time": serving["time"], "event": "serving", "model": "moe-32.bin", "serve": "stdin"}
     assert line == {**line, "event": "request", "id": "a b\n\xe9", "tokens": 2, "finish": "length",
                     "prompt": "my secret\n"}
-    _, text = run(moe_32, b'{"id": 1, "prompt": "my secret", "seed": -1}\n', "--log-prompts")
-    assert "Z request id=1 finish=error code=bad_request\n" in text and "secret" not in text
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"prompt": "my secret", "seed": -1}, "seed: ..., expected 0 to 2^64 - 1"),
+    ({"prompt": ["my secret"]}, "prompt: ..., expected a string"),
+    ({"prompt_ids": "my secret"}, "prompt_ids: ..., expected a list of integers"),
+    ({"prompt_ids": [7, 4711]}, "prompt_ids: ..., expected 0 to 255"),
+    ({"prompt": "my secret", "max_new_tokens": "my secret"}, "max_new_tokens: ..., expected an integer, 1 or more"),
+    ({"prompt": "my secret" * 100}, "prompt: 900 bytes, expected at most 512, the model's own positions "
+                                    "(max_positions of PATH); use fewer")])
+def test_the_message_of_a_refused_request_in_the_log(moe_32, fields, message):
+    """In one line, without what may be of a prompt, unless prompts are to be shown."""
+    line = json.dumps({"id": 1, **fields}).encode() + b"\n"
+    got, text = run(moe_32, line)
+    message = message.replace("PATH", str(moe_32))
+    assert re.search(r"Z request id=1 finish=error code=\w+ message=(.*)\n", text)[1] == json.dumps(message)
+    assert "secret" not in text and "4711" not in text
+    _, text = run(moe_32, line, "--log-format", "json", "--log-prompts")
+    logged = json.loads(text.splitlines()[-1])
+    assert logged["message"] == got[0]["error"]["message"] and logged["code"] == got[0]["error"]["code"]
+
+
+def test_a_line_that_is_a_prompt_is_not_logged(moe_32):
+    got, text = run(moe_32, b'"my secret"\n')
+    assert "my secret" in got[0]["error"]["message"] and 'message="line: ..., expected a JSON object"\n' in text
 
 
 def test_every_line_of_a_log_in_json(moe_32):
@@ -739,7 +772,7 @@ def test_an_end_that_comes_while_a_token_is_told_of():
             pass
     request = Request(1, Owner(), [1], stream=True)
     server = Server.__new__(Server)
-    server.is_draining, server._ended = False, ended.append
+    server.is_draining, server._ended, server._num_unanswered = False, ended.append, 1
     server.scheduler = SimpleNamespace(take=lambda: [request], failure=None)
     request.tokens.append(5)
     server._news()
@@ -747,4 +780,4 @@ def test_an_end_that_comes_while_a_token_is_told_of():
     request.finish = "length"
     server._news()
     server._news()
-    assert told == [(1, False), (1, True)] and ended == [request]
+    assert told == [(1, False), (1, True)] and ended == [request] and server._num_unanswered == 0
