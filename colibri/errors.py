@@ -4,6 +4,9 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class ColibriError(Exception):
@@ -14,10 +17,9 @@ def of_system(error):
     """Returns the sentence of an OSError that nothing nearer has explained."""
     where = error.filename
     if where is None:
-        trace = error.__traceback__
-        while trace.tb_next:
-            trace = trace.tb_next
-        where = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+        ours = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+                if frame.f_code.co_filename.startswith(ROOT)]
+        where = "{}:{}".format(*ours[-1])[len(ROOT):]
     return (f"{os.fsdecode(where)}: {error.strerror or error}, expected the system to allow it; check permissions, space "
             "and limits (ulimit -a)")
 

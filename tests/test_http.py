@@ -162,8 +162,8 @@ def message(text):
     ("completions", {"model": MODEL}, "prompt: missing, expected a string"),
     ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 0}, "max_tokens: 0, expected an integer, 1 or more"),
     ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 600},
-     "max_tokens: 600, expected at most 512 after a prompt of 1 token in a context of 512, the model's own positions "
-     "(max_positions of PATH); use fewer"),
+     ("max_tokens: 600, expected at most 512 after a prompt of 1 token in a context of 512, the model's own positions "
+      "(max_positions of PATH); use fewer")),
     ("completions", {"model": MODEL, "prompt": "x", "max_new_tokens": 5},
      ('"max_new_tokens": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, '
       "seed, stream, deadline_ms, max_tokens")),

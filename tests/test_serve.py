@@ -684,8 +684,8 @@ def test_logs(moe_32):
     ({"prompt_ids": "my secret"}, "prompt_ids: ..., expected a list of integers"),
     ({"prompt_ids": [7, 4711]}, "prompt_ids: ..., expected 0 to 255"),
     ({"prompt": "my secret", "max_new_tokens": "my secret"}, "max_new_tokens: ..., expected an integer, 1 or more"),
-    ({"prompt": "my secret" * 100}, "prompt: 900 bytes, expected at most 512, the model's own positions "
-                                    "(max_positions of PATH); use fewer")])
+    ({"prompt": "my secret" * 100}, ("prompt: 900 bytes, expected at most 512, the model's own positions "
+                                     "(max_positions of PATH); use fewer"))])
 def test_the_message_of_a_refused_request_in_the_log(moe_32, fields, message):
     """In one line, without what may be of a prompt, unless prompts are to be shown."""
     line = json.dumps({"id": 1, **fields}).encode() + b"\n"
@@ -781,3 +781,107 @@ def test_an_end_that_comes_while_a_token_is_told_of():
     server._news()
     server._news()
     assert told == [(1, False), (1, True)] and ended == [request] and server._num_unanswered == 0
+
+
+# Connections without a request
+
+PLACES = """
+import sys
+from colibri import connection, run, server
+server.MAX_CONNECTIONS, connection.IDLE_SECONDS = int(sys.argv.pop(1)), {"lines": float(sys.argv.pop(1)), "http": 1}
+sys.exit(run.command())
+"""
+
+
+def with_places(model, folder, count, seconds):
+    """A server with so many places of each kind, whose lines may be idle for so long, and HTTP for a second."""
+    return Service(model, folder, command=[sys.executable, "-c", PLACES, str(count), str(seconds), "--backend", "host",
+                                           "--model", str(model), "--serve", f"unix:{folder}/socket", "--http", ":0"])
+
+
+def http_client(service):
+    return Client(("127.0.0.1", service.port))
+
+
+GET = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def test_idle_connections_end(moe_32, tmp_path):
+    """HTTP's and, later, those of lines; one that has a request or is within one does not."""
+    with with_places(moe_32, tmp_path, 100, 3) as service, service.client() as lines, service.client() as within, \
+            http_client(service) as new, http_client(service) as answered:
+        answered.send(GET % b"ready")
+        within.send(b'{"id"')
+        began = time.monotonic()
+        assert new.socket.recv(1) == b"" and time.monotonic() - began > 0.9
+        assert b"200" in answered.socket.recv(1 << 16) and answered.socket.recv(1) == b""
+        assert lines.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"  # it is idle from now on
+        began = time.monotonic()
+        assert lines.receive() is None and time.monotonic() - began > 2.9
+        within.send(b': 1, "prompt": "x", "max_new_tokens": 1}\n')
+        assert within.receive()["finish_reason"] == "length"
+        assert service.stop() == 0 and "Z connection " not in service.log
+
+
+def test_stdin_is_never_idle(moe_32):
+    process = subprocess.Popen([sys.executable, "-c", PLACES, "1", "0.1", "--backend", "host", "--model", str(moe_32),
+                                "--serve", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    for _ in range(2):
+        time.sleep(1.5)
+        process.stdin.write(b'{"id": 1, "prompt": "x", "max_new_tokens": 1}\n')
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["finish_reason"] == "length"
+    process.stdin.close()
+    assert process.wait(TIMEOUT) == 0
+    process.stdout.close()
+
+
+def test_health_while_all_places_are_idle(moe_32, tmp_path):
+    """The one that is idle for longest makes room; a thousand may come."""
+    with Service(moe_32, tmp_path) as service:
+        idle = [http_client(service) for _ in range(1000)]
+        service.wait_for("open_connections", 1001)  # the one that asks has a spare place, or the others have just come
+        time.sleep(1.2)
+        for path in (b"health", b"ready", b"metrics", b"v1/models"):
+            with http_client(service) as client:
+                client.send(GET % path)
+                assert b"HTTP/1.1 200" in client.socket.recv(1 << 16)
+        assert idle[0].socket.recv(1) == b""
+        idle[-1].send(GET % b"health")
+        assert b"HTTP/1.1 200" in idle[-1].socket.recv(1 << 16)
+        for client in idle:
+            client.close()
+        assert service.stop() == 0
+
+
+def test_health_while_all_places_are_taken(moe_32, tmp_path):
+    """Spare places are for what needs no request: a completion is refused there, and more connections are."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+    with with_places(moe_32, tmp_path, 3, 60) as service:
+        taken = [http_client(service) for _ in range(3)]
+        for client in taken:
+            client.send(head)
+        service.wait_for("open_connections", 4)
+        spare = [http_client(service) for _ in range(8)]
+        service_full = http_client(service).socket.recv(1 << 16)
+        assert b"HTTP/1.1 503" in service_full and b"connections: 3 are open and none is idle" in service_full
+        spare[0].send(GET % b"health")
+        got = spare[0].socket.recv(1 << 16)
+        assert b"HTTP/1.1 200" in got and b"connection: close" in got.lower() and spare[0].socket.recv(1) == b""
+        spare[1].send(head + b"{\"x\": 1}\n")
+        got = spare[1].socket.recv(1 << 16)
+        assert b"HTTP/1.1 503" in got and b'"code": "too_many_connections"' in got
+        for client in (*taken, *spare):
+            client.close()
+        service.wait_for("open_connections", 1)
+        assert service.stop() == 0
+
+
+def test_stdin_that_cannot_be_read(moe_32, tmp_path):
+    folder = os.open(tmp_path, os.O_RDONLY)
+    ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                            "-"], cwd=ROOT, stdin=folder, capture_output=True, timeout=TIMEOUT, check=False)
+    os.close(folder)
+    assert (ended.returncode, ended.stdout) == (2, b"") and ended.stderr.decode().splitlines()[1:] == [
+        "stdin: Is a directory, expected requests there; give it a file or a pipe"]
