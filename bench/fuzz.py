@@ -311,6 +311,8 @@ def fuzz_request(random, folder, counts):
         if requests.cancelled_id(values) is not None:
             return
         request = reader.request(values)
+        if request.encode:
+            request.prompt, request.max_new_tokens = request.encode()
     except requests.Refused as error:
         text = str(error)
         if error.code not in requests.CODES or not text.isprintable() or len(text) > 2500:

@@ -29,6 +29,7 @@ DERIVED = ("v_head_dim", "rotary_dim")
 ROOT = headers.NATIVE.parent
 DEFINE = re.compile(r"-D[A-Za-z_][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+")
 NUMBER = re.compile("0|[1-9][0-9]{0,7}")
+MOST = 99999999  # that it matches
 
 
 def library_path(checkpoint, arch="host", build=True):
@@ -117,10 +118,11 @@ def check_defines(checkpoint):
                                "model decides, leave it out")
 
 
-def raise_limit(macro, value):
-    """What to do where a library was built for less than `value`."""
+def raise_limit(macro, value, note=""):
+    """What to do where a library was built for less than `value`. note: what else there is to know of the limit."""
     unset = "unset COLIBRI_LIBRARY and " if "COLIBRI_LIBRARY" in os.environ else ""
-    return f"{macro} of the library; use fewer, or {unset}raise it with DEFINES=-D{macro}={value} in the environment"
+    return (f"{macro} of the library{note}; use fewer, or {unset}raise it with DEFINES=-D{macro}={min(value, MOST)} in "
+            "the environment")
 
 
 def make_command(checkpoint, arch="host"):

@@ -255,8 +255,9 @@ class Engine:
         """For an error about too many tokens: how many fit, which limit that is, and what to do to have `wanted`."""
         positions, built = self.checkpoint.header["max_positions"], self.library.baked["max_seq_len"]
         if 0 < positions <= built:
-            return f"{positions}, max_positions of {self.checkpoint.path}; use fewer"
-        return f"{built}, {build.raise_limit('MAX_SEQ_LEN', min(wanted, positions or wanted))}"
+            return f"{positions}, the model's own positions (max_positions of {self.checkpoint.path}); use fewer"
+        note = f" (the model has {positions} positions)" if positions else ""
+        return f"{built}, {build.raise_limit('MAX_SEQ_LEN', min(wanted, positions or wanted), note)}"
 
     def state(self, name, rows=None):
         """The first rows (None: all) of a buffer of model.h's STATE_BUFFERS, as the last step left it; copy to keep."""
@@ -465,9 +466,12 @@ class Session:
         except TypeError:
             raise ColibriError(f"tokens: {prompt_tokens}, expected ints or bytes") from None
         room = self.engine.room(self.length + len(tokens))
-        if not isinstance(max_new_tokens, Integral) or not 1 <= max_new_tokens <= room:
-            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room}, which the context of "
-                               f"{self.engine.context} leaves after {self.length + len(tokens)} tokens")
+        if isinstance(max_new_tokens, Integral) and max_new_tokens > room:
+            count = self.length + len(tokens)
+            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room} after {count} tokens in a "
+                               f"context of {self.engine.context_rule(count + int(max_new_tokens) - 1)}")
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room}")
         return self._generate(tokens, max_new_tokens, sampler)
 
     def _generate(self, tokens, max_new_tokens, sampler):

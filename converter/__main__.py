@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from colibri.errors import ColibriError, guard_imports
+from colibri.errors import ColibriError, guard_imports, of_system, writing_stdout
 
 if __name__ == "__main__":  # during the imports: main() takes over
     guard_imports("python -m converter", "interrupted; nothing was written")
@@ -180,7 +180,8 @@ def convert(options):
 
 def say(text, file=None):
     """Prints lines in which names from a checkpoint may stand, without their control characters."""
-    print("\n".join(map(printable, text.split("\n"))), file=file)
+    with contextlib.nullcontext() if file else writing_stdout("report"):
+        print("\n".join(map(printable, text.split("\n"))), file=file)
 
 
 def _check_options(options):
@@ -248,15 +249,13 @@ def main(arguments=None):
                 signal.signal(number, signal.default_int_handler)
         _open_streams()
         convert(parser().parse_intermixed_args(arguments))  # an optional output after options
-        sys.stdout.flush()
         return 0
     except ColibriError as error:
         message, status = " ".join(str(error).splitlines()), 2
     except OSError as error:  # of a path that cannot even be looked at, or without one
-        message, status = f"{error.filename}: {error.strerror}, expected a usable path; check it", 2
-        if error.filename is None:
-            message = f"stdout: {error.strerror}, expected to write the report there; free some space"
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
+        message, status = of_system(error), 2
+        if error.filename is not None:
+            message = f"{error.filename}: {error.strerror}, expected a usable path; check it"
     except KeyboardInterrupt:
         message, status = "interrupted; nothing was written", 130
     with contextlib.suppress(OSError):
