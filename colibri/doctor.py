@@ -41,7 +41,8 @@ def report(path=None):
     others = len({*glob.glob(str(places.builds() / "*" / "libcolibri.so"))} - used)
     if path is None and others:
         where, fix = ("build/", "make clean") if places.IS_CLONE else (str(places.builds()), "rm -r")
-        lines.append(("libraries", f"{others} more in {where}, of other models, options or sources; {fix} removes all there"))
+        text = f"{others} more in {where}, of other models, options or sources; {fix} removes all there"
+        lines.append(("libraries", text))
     lines.append(("to build", make_command()))
     width = min(max(len(label) for label, _ in lines), 24) + 2
     fill = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * width, break_on_hyphens=False, break_long_words=False)
@@ -60,7 +61,8 @@ def attempt(check, need):
 def model_lines(paths, used):
     """A line for each model. One that cannot be read is needed where there is no other."""
     if not paths:
-        return [("models", "optional: no .bin in this folder; make one with python -m converter checkpoint.pt model.bin")]
+        make = "python -m converter checkpoint.pt model.bin"
+        return [("models", f"optional: no .bin in this folder; make one with {make}")]
     lines, readable = [], False
     for path in paths:
         try:
@@ -144,7 +146,8 @@ def nvcc():
 
 def model(checkpoint, used):
     """The libraries that a model needs here, whether they are built, and what builds them. Adds them to `used`."""
-    return "; ".join(attempt(lambda arch=arch: library(checkpoint, arch, used), "needed" if arch == "host" else "optional")
+    needs = {"host": "needed"}
+    return "; ".join(attempt(lambda arch=arch: library(checkpoint, arch, used), needs.get(arch, "optional"))
                      for arch in archs())
 
 

@@ -33,9 +33,8 @@ def run(fix, *command):
     """Runs a command, silent unless it fails: the first error in its output is then the cause."""
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        lines = done.stdout.split("\n")
-        errors = [line for line in lines if line.lower().lstrip().startswith("error")] + [line for line in lines if line]
-        cause = errors[0].strip() if errors else f"status={done.returncode}"
+        lines = [line.strip() for line in done.stdout.split("\n") if line.strip()] or [f"status={done.returncode}"]
+        cause = next((line for line in lines if line.lower().startswith("error")), lines[0])
         stop(f"{' '.join(command)}: {cause}, expected success; {fix}")
 
 

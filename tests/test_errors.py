@@ -266,8 +266,8 @@ def test_no_compiler(place):
     write_model("new.bin", ffn=1000 + os.getpid() % 1000)
     environment = {"PATH": "/nonexistent"}
     line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place, environment=environment))
-    assert line == ("make: not on PATH, expected it to build libraries; install it with apt install gcc libc6-dev make, or "
-                    "set COLIBRI_LIBRARY to a library built elsewhere")
+    assert line == ("make: not on PATH, expected it to build libraries; install it with apt install gcc libc6-dev make, "
+                    "or set COLIBRI_LIBRARY to a library built elsewhere")
     os.mkdir("bin")
     os.symlink(shutil.which("make"), "bin/make")
     line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place,
@@ -285,8 +285,8 @@ def test_no_headers_of_the_c_library(place, said):
     os.chmod("bin/gcc", 0o755)
     environment = {"PATH": f"{place}/bin:{os.environ['PATH']}"}
     run = program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place, environment=environment)
-    expected = (f"gcc: {said}, expected the C library's headers and OpenMP; install them with apt install gcc libc6-dev "
-                "make")
+    expected = (f"gcc: {said}, expected the C library's headers and OpenMP; install them with apt install gcc "
+                "libc6-dev make")
     assert run.stderr.decode().splitlines()[1:] == [expected] and run.returncode == 2
     run = program("colibri.run", "--doctor", cwd=place, environment=environment)
     assert run.returncode == 2 and f"gcc and make needed: {expected} " in " ".join(run.stdout.decode().split())
@@ -350,8 +350,8 @@ def test_a_limit_of_the_build_says_so():
                                   ("$(shell)", form), ("$$HOME", form), ("-DMAX_BATCH=`id`", form),
                                   ("-DMAX_SEQ_LEN=100", "expected MAX_SEQ_LEN once; leave one of them out"),
                                   *((f"-DMAX_BATCH={value}", number) for value in (*NO_NUMBERS, 0))))):
-        made = subprocess.run(["make", *arguments, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
-                              check=False)
+        made = subprocess.run(["make", *arguments, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
+                              text=True, check=False)
         assert made.returncode == 2 and line in made.stderr, arguments
         assert made.stderr.count("\n") == 1 or "HIDDEN" in line
 
