@@ -34,7 +34,7 @@ def run(fix, *command):
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         lines = [line.strip() for line in done.stdout.split("\n") if line.strip()] or [f"status={done.returncode}"]
-        cause = next((line for line in lines if line.lower().startswith("error")), lines[0])
+        cause = next((line for line in lines if line.startswith("ERROR: ")), lines[0])
         stop(f"{' '.join(command)}: {cause}, expected success; {fix}")
 
 
