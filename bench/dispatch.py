@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.kernels import save
 from bench.program import ROOT, Parser, count, example_model, run
-from colibri import device
+from colibri import gpu
 from colibri.engine import DISPATCH, Engine, Sampler
 
 LAYER_OPS = ("norm", "qkv", "rope", "attention", "attention_out", "norm", "router", "experts_up", "experts_down",
@@ -39,7 +39,7 @@ def decode(engine, session, steps, token=65):
 def launches(engine, steps):
     """(host, call, device) seconds of the step that the batch holds, run again and again."""
     memory, function, model = engine.memory, engine.library.forward, engine._address
-    start, end = (device.call("cuEventCreate", 0) for _ in range(2))
+    start, end = (gpu.call("cuEventCreate", 0) for _ in range(2))
     times = []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -47,11 +47,11 @@ def launches(engine, steps):
         launched = time.perf_counter()
         memory.sync()
         called = time.perf_counter()
-        device.call("cuEventRecord", start, memory._stream)
+        gpu.call("cuEventRecord", start, memory.stream)
         memory.launch(function, model, 1, 1)
-        device.call("cuEventRecord", end, memory._stream)
+        gpu.call("cuEventRecord", end, memory.stream)
         memory.sync()
-        times.append((launched - begin, called - begin, device.call("cuEventElapsedTime", start, end) / 1e3))
+        times.append((launched - begin, called - begin, gpu.call("cuEventElapsedTime", start, end) / 1e3))
     return [statistics.median(column) for column in zip(*times)]
 
 
@@ -60,9 +60,9 @@ def op_seconds(engine, op, layer, steps):
     def enqueue():
         for _ in range(REPEAT):
             engine.library.run_op(engine._address, op.encode(), 1, layer)
-    graph = engine.memory._capture(enqueue)
+    graph = engine.memory.launcher.capture(enqueue)
     try:
-        return device.elapsed(graph.launch, engine.memory._stream, steps) / REPEAT
+        return gpu.elapsed(graph.launch, engine.memory.stream, steps) / REPEAT
     finally:
         graph.destroy()
 
@@ -103,10 +103,10 @@ def measure_memory(model, steps):
                 engine.step([(session, [1]) for session in sessions])
             for session in sessions:
                 session.close()
-            free, total = device.call("cuMemGetInfo")
+            free, total = gpu.call("cuMemGetInfo")
             used.append((total - free) / 2**20)
         yield f"{steps} steps", "growth after a tenth", used[-1] - used[len(used) // 10], "MiB"
-        yield f"{steps} steps", "graphs", engine.memory.graphs.statistics()["graphs"], "1"
+        yield f"{steps} steps", "graphs", engine.memory.launcher.graphs.statistics()["graphs"], "1"
 
 
 def measure_cold_start(model, repeat=3):

@@ -57,7 +57,7 @@ def model_fields(random):
     pick = random.integers
     heads, bare = int(pick(1, 5)), pick(8) == 0
     fields = {**dict.fromkeys(HEADER.names, 0), "window_layers": [], "dense_layers": [], "eos_ids": [0] * 8,
-              "reserved": [0] * 42}
+              "reserved": [0] * HEADER["reserved"].shape[0]}
     fields |= {"num_experts": int(pick(2, 9)), "k": int(pick(1, 3)), "num_layers": int(pick(1, 4)),
                "hidden": int(pick(1, 70)), "ffn": int(pick(1, 70)), "num_groups": 1, "topk_groups": 1,
                "interleave_rows": 64, "max_positions": 128}

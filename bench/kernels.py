@@ -27,7 +27,7 @@ import numpy as np
 from cuda.bindings import nvrtc
 
 from bench.program import ROOT, Parser, count, names, run, several
-from colibri.device import arch, call, driver, gpu
+from colibri.gpu import arch, call, driver, properties
 from colibri.headers import stored_elements
 from colibri.native import Library
 
@@ -77,7 +77,7 @@ class Bench:
 
     def __init__(self, shape, extra=""):
         self.config = {**CONFIG, **SHAPES[shape]}
-        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", gpu().handle))
+        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", properties().handle))
         self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.library = library(self.config, extra)
         self.rng, self.block, self.blocks = np.random.default_rng(1), None, []
@@ -324,7 +324,7 @@ def measure(bench, tokens, ops):
 def save(path, bench, rows):
     """Adds rows (case, metric, value, unit) to a CSV file of COLUMNS."""
     command = " ".join(["python -m", f"bench.{bench}", *sys.argv[1:]])
-    about = datetime.date.today().isoformat(), gpu().name, bench
+    about = datetime.date.today().isoformat(), properties().name, bench
     is_new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -33,6 +33,7 @@ class Checkpoint:
     header_bytes: the 512 bytes of it
     data:         the whole file, uint8 (file_bytes,), read-only
     eos:          the tokens that end a text, [2, ...]
+    bos:          the token that begins a prompt even where tokenizer.json does not put it there, or None
     tokenizer:    the tokenizer.json in the file, bytes; None where there is none
     tensors:      {"layers.0.router": flat read-only array of the stored elements, panel padding included, ...}
     Raises ColibriError for whatever is wrong with the file.
@@ -54,6 +55,7 @@ class Checkpoint:
         self.tensors = self._read_tensors(directory)
         self._check_layout(directory)
         self.eos = self.header["eos_ids"][:self.header["num_eos"]]
+        self.bos = self.header["bos_id"] if self.header["add_bos"] else None
         self.tokenizer = self._read_tokenizer()
 
     def fail(self, text):
@@ -127,6 +129,7 @@ class Checkpoint:
         self._check_routing(header)
         self._check_attention(header)
         self._check_layers(header)
+        self._check_text(header)
 
     def _check_routing(self, header):
         experts, k, groups = header["num_experts"], header["k"], header["num_groups"]
@@ -175,8 +178,15 @@ class Checkpoint:
         self.expect(header["window"] < 1 << 31, "window", header["window"], "below 2^31")
         wide = header["dense_ffn"] or header["shared_ffn"]
         self.expect(not wide or header["gated"], "gated", header["gated"], "1 with dense_ffn or shared_ffn")
+
+    def _check_text(self, header):
+        """Checks the tokens that begin a prompt and that end a text."""
         self.expect(header["num_eos"] <= len(header["eos_ids"]), "num_eos", header["num_eos"],
                     f"at most {len(header['eos_ids'])}")
+        vocab_size, bos = header["vocab_size"], header["bos_id"]
+        self.expect(header["add_bos"] in (0, 1), "add_bos", header["add_bos"], "0 or 1")
+        self.expect(bos < vocab_size if header["add_bos"] else bos == 0, "bos_id", bos,
+                    f"below vocab_size={vocab_size}" if header["add_bos"] else "0 without add_bos")
 
     def _read_tensors(self, directory):
         """{name: view}, after comparing the directory with the tensors that such a header implies."""

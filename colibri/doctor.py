@@ -20,7 +20,7 @@ CPU_FLAGS = ("avx2", "fma", "f16c")
 COLUMNS = 80
 NVCC_SECONDS = 20
 EXTRAS = {"tokenizers": "text, where a model has a tokenizer.json", "h11": "--http",
-          "huggingface_hub": "hf download, which fetches checkpoints"}
+          "huggingface_hub": "checkpoints by their ids on the Hugging Face Hub"}
 
 
 def report(path=None):
@@ -103,26 +103,26 @@ def extra(name):
         raise ColibriError(f"not installed; pip install {name}, for {EXTRAS[name]}") from None
 
 
-def device():
-    """colibri.device, where there is a GPU to ask about."""
+def driver():
+    """colibri.gpu, where there is a GPU to ask about."""
     if not any(map(os.path.exists, engine.GPU_NODES)):
         raise ColibriError("none on this machine: models run on the host")
-    from colibri import device
-    return device
+    from colibri import gpu
+    return gpu
 
 
 def gpu_driver():
-    version = device().gpu().driver_version
+    version = driver().properties().driver_version
     return f"ok: CUDA {version // 1000}.{version // 10 % 100}"
 
 
 def gpu():
-    found = device().gpu()
-    return f"ok: {found.name}, compute capability {found.capability[0]}.{found.capability[1]}, {device().arch()}"
+    found = driver().properties()
+    return f"ok: {found.name}, compute capability {found.capability[0]}.{found.capability[1]}, {driver().arch()}"
 
 
 def gpu_memory():
-    free, total = device().memory_info()
+    free, total = driver().memory_info()
     return f"ok: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
 
 
@@ -153,7 +153,7 @@ def model(checkpoint, used):
 
 def library(checkpoint, arch, used):
     if arch != "host":
-        device().check_weights(checkpoint)
+        driver().check_weights(checkpoint)
     if chosen := os.environ.get("COLIBRI_LIBRARY"):
         path, text = build.library_path(checkpoint), f"ok: COLIBRI_LIBRARY={chosen}"
     else:
@@ -165,14 +165,14 @@ def library(checkpoint, arch, used):
     opened = native.Library(path)
     build.compare(opened, checkpoint)
     if arch != "host":
-        device().check_library(opened)
+        driver().check_library(opened)
     return text
 
 
 def archs():
     """What models can be built for to run on this machine."""
     try:
-        return ["host", device().arch()]
+        return ["host", driver().arch()]
     except ColibriError:
         return ["host"]
 

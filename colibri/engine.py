@@ -16,7 +16,7 @@ from colibri.errors import ColibriError
 from colibri.weights import HostMemory, needs_gpu, pointers, usable_processors
 
 BACKENDS = ("auto", "host", "cuda")
-DISPATCH = ("device", "combo", "dynamic")  # colibri.device knows what they are
+DISPATCH = ("device", "combo", "dynamic")  # colibri.launch knows what they are
 MAX_THREADS = 256
 THREADS_PER_PROCESSOR = 4  # at most
 MAX_SLOTS = 1 << 16
@@ -49,7 +49,7 @@ class Engine:
     num_slots:  sessions that can be open at once; None: the library's max_batch
     build:      False makes a library that is not built yet an error
     num_layers: run only the first so many layers, to look at what happens inside
-    dispatch:   on a GPU, "device" (None: this), "combo" or "dynamic": see colibri.device.DeviceMemory
+    dispatch:   on a GPU, "device" (None: this), "combo" or "dynamic": see colibri.launch.Launcher
 
     An engine may be used from several threads: it runs one step at a time. Everything wrong raises ColibriError.
     """
@@ -470,11 +470,11 @@ def load_library(checkpoint, backend, build_missing, dispatch):
     if backend == "auto" and not any(map(os.path.exists, GPU_NODES)):
         backend, why_host = "host", "no NVIDIA GPU on this machine"
     if backend != "host":
-        from colibri import device  # imports cuda.bindings: not on the host's way
+        from colibri import device, gpu  # imports cuda.bindings: not on the host's way
         try:
-            device.check_weights(checkpoint)
-            arch = device.arch()
-            return *_load_with_context(device, checkpoint, arch, build_missing, dispatch), ""
+            gpu.check_weights(checkpoint)
+            arch = gpu.arch()
+            return *_load_with_context(device, gpu, checkpoint, arch, build_missing, dispatch), ""
         except ColibriError as error:
             if backend == "cuda":
                 raise
@@ -484,12 +484,12 @@ def load_library(checkpoint, backend, build_missing, dispatch):
     return open_library(checkpoint, "host", build_missing), HostMemory, why_host
 
 
-def _load_with_context(device, checkpoint, arch, build_missing, dispatch):
+def _load_with_context(device, gpu, checkpoint, arch, build_missing, dispatch):
     """The library, loaded while the GPU's context opens, and how its DeviceMemory is made."""
-    opening = device.Opening()
+    opening = gpu.Opening()
     try:
         library = open_library(checkpoint, arch, build_missing)
-        device.check_library(library)
+        gpu.check_library(library)
     except BaseException:
         opening.close()
         raise

@@ -21,7 +21,7 @@ PATHS = {"/health": "GET", "/ready": "GET", "/metrics": "GET", "/v1/models": "GE
          "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
 COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stream": "stream",
-          "deadline_ms": "deadline_ms", "max_tokens": "max_new_tokens"}
+          "deadline_ms": "deadline_ms", "max_tokens": "max_new_tokens", "add_special_tokens": "add_special_tokens"}
 RENAMED = {"/v1/completions": COMMON, "/v1/chat/completions": {**COMMON, "max_completion_tokens": "max_new_tokens"}}
 INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),

@@ -19,7 +19,8 @@ MAX_DEADLINE_MS = 1 << 40
 MIN_LINE_BYTES = 1 << 16
 TOKEN_BYTES = 64       # a token may take in a line: a long word, escaped as \\u and four digits a character
 INPUTS = ("prompt", "prompt_ids", "input")
-FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "deadline_ms")
+FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "deadline_ms",
+          "add_special_tokens")
 GREEDY = Sampler()
 FINISHES = ("length", "stop", "deadline", "cancelled", "shutdown", "error")
 CODES = {  # of errors, with the HTTP status that says the same
@@ -71,7 +72,7 @@ class Request:
         self.told += len(tokens)
         if self.used is None:
             return [(token, "") for token in tokens]
-        self.pieces = self.pieces or Pieces(self.used)
+        self.pieces = self.pieces or Pieces(self.used, self.prompt)
         return [(token, self.pieces.add(token)) for token in tokens]
 
     def rest(self):
@@ -79,7 +80,9 @@ class Request:
         return self.pieces.rest() if self.pieces else ""
 
     def text(self):
-        return self.used.decode(self.tokens).decode(errors="replace")
+        """The whole text: the pieces that were told, and those that were not."""
+        self.news()
+        return self.pieces.text()
 
     def figures(self):
         """How it went, as the final line and the log say it."""
@@ -148,12 +151,13 @@ class Reader:
 
     def _prompt(self, request, values, name, label):
         prompt, vocab_size = values[name], self._checkpoint.header["vocab_size"]
+        special = _boolean(values, "add_special_tokens", label, True)
         if name == "prompt":
             if not isinstance(prompt, str):
                 raise Refused(f"{label[name]}: {_shown(prompt)}, expected a string")
             request.used, unit = self.codec(), self.codec().unit
             try:
-                request.prompt = request.used.encode(prompt.encode())
+                request.prompt = request.used.encode(prompt.encode(), label[name], special)
             except UnicodeEncodeError:
                 raise Refused(f"{label[name]}: half a surrogate pair, expected text; send whole characters") from None
         else:
@@ -181,7 +185,7 @@ class Reader:
         return count
 
     def _stack(self, request, values):
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream"):
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "add_special_tokens"):
             if name in values:
                 raise Refused(f"{name}: given, expected only with prompt or prompt_ids; leave it out")
         for name in ("input", "output"):
@@ -250,8 +254,8 @@ def _check_id(value, name="id"):
         raise Refused(f"{name}: {got}, expected a string of at most {MAX_ID} characters or an integer of 64 bits")
 
 
-def _boolean(values, name, label):
-    value = values.get(name, False)
+def _boolean(values, name, label, default=False):
+    value = values.get(name, default)
     if type(value) is not bool:
         raise Refused(f"{label[name]}: {_shown(value)}, expected true or false")
     return value

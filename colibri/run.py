@@ -21,7 +21,7 @@ from colibri import __version__, build, report, serve
 from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
 from colibri.checkpoint import Checkpoint
 from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, Engine, Sampler, check_sampler, most_threads
-from colibri.text import Stream, codec
+from colibri.text import Pieces, codec
 
 USAGE = """python -m colibri.run --model FILE [options]
        python -m colibri.run --doctor [--model FILE]"""
@@ -292,23 +292,24 @@ def run_text(engine, options, meter, prepared):
     if count > room:
         raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {used.count(prompt)} "
                            f"in a context of {engine.context}; lower it")
-    stream = Stream(used)
+    pieces, new_tokens = Pieces(used, prompt), 0
     with engine.session() as session:
         tokens = meter.prefill(len(prompt), engine.step, [(session, prompt)], [sampler])
         while tokens[0] not in engine.checkpoint.eos:
-            _show(stream.add(tokens[0]), options)
-            if len(stream) == count:
+            _show(pieces.add(tokens[0]), options)
+            new_tokens += 1
+            if new_tokens == count:
                 break
             tokens = meter.decode(1, engine.step, [(session, tokens)], [sampler])
-    _show(stream.rest(), options)
+    _show(pieces.rest(), options)
     if not options.json:
         print("\n")
-    return {"text": stream.text(), "prompt_tokens": len(prompt), "new_tokens": len(stream), **sampler._asdict()}
+    return {"text": pieces.text(), "prompt_tokens": len(prompt), "new_tokens": new_tokens, **sampler._asdict()}
 
 
 def _show(piece, options):
     if piece and not options.json:
-        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.write(piece.encode())
         sys.stdout.buffer.flush()
 
 

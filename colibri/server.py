@@ -253,8 +253,8 @@ class Server:
                   "finish": request.finish, **({"code": request.error.code} if request.error else {}),
                   "ttft_ms": figures["ttft_ms"], "itl_p99_ms": figures["itl_p99_ms"]}
         if self.options.log_prompts and request.rows is None:
-            values["prompt"] = (request.used.decode(request.prompt).decode(errors="replace") if request.used
-                                else " ".join(map(str, request.prompt)))[:PROMPT]
+            start = request.prompt[:4 * PROMPT]  # a character is at most 4 tokens
+            values["prompt"] = (request.used.decode(start) if request.used else " ".join(map(str, start)))[:PROMPT]
         self.log.event("request", **values)
 
 

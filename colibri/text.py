@@ -1,20 +1,55 @@
 """Text to tokens and back: bytes where a token is one, the tokenizer in the model's file, or numbers as they are."""
 
 import codecs
+import functools
+import itertools
+import json
+import math
 import re
 
 from colibri.errors import ColibriError
 
-WINDOW = 8  # tokens, more than the bytes of a character
-REPLACEMENT = "\ufffd".encode()
+CONTEXT = 8  # tokens of a prompt, the last with text, after which an answer's text is read
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token of byte fallback
+PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that byte-level BPE writes as their own character
+ALPHABET = [chr(byte if byte in PLAIN else 256 + sum(other not in PLAIN for other in range(byte))) for byte in range(256)]
+BYTES = {character: byte for byte, character in enumerate(ALPHABET)}
+
+codecs.register_error("colibri.each", lambda error: ("\ufffd" * (error.end - error.start), error.end))
 
 
 class Codec:
+    """What tokens stand for. A subclass has encode(text) and data(token), and its own join() where strings have more
+    between them than nothing.
+    """
+
     unit = "token"
+    errors = "replace"  # how codecs read bytes that are no UTF-8
+    is_continued = True  # by an answer: its text is read after the prompt's
 
     def count(self, tokens):
         """"1 byte", "17 tokens"."""
         return f"{len(tokens)} {self.unit}" + ("s" if len(tokens) != 1 else "")
+
+    def encode(self, text, where, special=True):
+        """Returns the tokens of a text in bytes. where: its name in errors. special: with what begins a prompt."""
+        raise NotImplementedError
+
+    def data(self, token):
+        """Returns bytes of UTF-8, a string for join(), or None for a token without text."""
+        raise NotImplementedError
+
+    def spell(self, text):
+        """Returns whole characters as a tuple of strings for join()."""
+        return (text,)
+
+    def join(self, strings):
+        """Returns the text of a tuple of strings."""
+        return "".join(strings)
+
+    def decode(self, tokens):
+        """Returns the text of tokens that begin a text."""
+        return "".join(map(Pieces(self).add, tokens))
 
 
 class Bytes(Codec):
@@ -22,37 +57,45 @@ class Bytes(Codec):
 
     unit = "byte"
 
-    def encode(self, text):
+    def encode(self, text, where="--prompt", special=True):
         return list(text)
 
-    def decode(self, tokens):
-        return bytes(tokens)
+    def data(self, token):
+        return bytes((token,))
 
 
 class Numbers(Codec):
     """Tokens as numbers, 17 4 25 or 17,4,25."""
 
+    is_continued = False
+
     def __init__(self, vocab_size):
         self._vocab_size = vocab_size
 
-    def encode(self, text):
+    def encode(self, text, where="--prompt-ids", special=True):
         words = re.split(r"\s*,\s*|\s+", text.decode("utf-8", "replace").strip())
         if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
             wrong = next(word for word in words if not re.fullmatch(r"\d{1,9}", word))
-            raise ColibriError(f"--prompt-ids: {wrong[:40]!r}, expected token numbers such as 17,4,25")
+            raise ColibriError(f"{where}: {wrong[:40]!r}, expected token numbers such as 17,4,25")
         tokens = [int(word) for word in words]
         if max(tokens) >= self._vocab_size:
-            raise ColibriError(f"--prompt-ids: {max(tokens)}, expected 0 to {self._vocab_size - 1}")
+            raise ColibriError(f"{where}: {max(tokens)}, expected 0 to {self._vocab_size - 1}")
         return tokens
 
-    def decode(self, tokens):
-        return " ".join(map(str, tokens)).encode()
+    def data(self, token):
+        return str(token)
+
+    def join(self, strings):
+        return " ".join(strings)
 
 
 class Tokenizer(Codec):
-    """A tokenizer.json, through the package tokenizers."""
+    """A tokenizer.json, through the package tokenizers.
 
-    def __init__(self, data, path):
+    vocab_size: of the model. bos: the token that begins a prompt even where tokenizer.json does not put it there.
+    """
+
+    def __init__(self, data, path, vocab_size=math.inf, bos=None):
         try:
             import tokenizers
         except ImportError:
@@ -63,19 +106,67 @@ class Tokenizer(Codec):
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself
             raise ColibriError(f"{path}: tokenizer: {str(error)[:100]}, expected a tokenizer.json that the package "
                                "reads; convert again with a good one") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._vocab_size, self._bos = vocab_size, bos
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, what in added.items() if what.special}
+        decoder = self._tokenizer.decoder
+        kinds = _kinds(json.loads(decoder.__getstate__())) if decoder else ()
+        self._has_bytes, self._has_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self.errors = "colibri.each" if self._has_fallback else "replace"
+        self.join = decoder.decode if decoder else " ".join
+        self.data = functools.cache(self._data)
 
-    def encode(self, text):
+    def encode(self, text, where="--prompt", special=True):
         try:
-            return self._tokenizer.encode(text.decode()).ids
+            found = self._tokenizer.encode(text.decode(), add_special_tokens=special)
         except UnicodeDecodeError:
-            raise ColibriError("--prompt: not UTF-8, expected text; convert it first") from None
+            raise ColibriError(f"{where}: not UTF-8, expected text; convert it first") from None
+        except Exception as error:  # noqa: BLE001 - the package raises Exception itself
+            raise ColibriError(f"{where}: {str(error)[:100]}, expected text that the model's tokenizer takes; "
+                               "change it") from None
+        tokens = self._begun(found.ids, found.special_tokens_mask) if special else found.ids
+        wrong = next((token for token in tokens if token >= self._vocab_size), None)
+        if wrong is not None:
+            raise ColibriError(f"{where}: token {self._tokenizer.id_to_token(wrong)[:40]!r} is {wrong}, expected 0 to "
+                               f"{self._vocab_size - 1}, which the model has; leave it out")
+        return tokens
 
-    def decode(self, tokens):
-        return self._tokenizer.decode(tokens).encode()
+    def _begun(self, tokens, mask):
+        """Returns a prompt's tokens with BOS, and with what begins it once where the text begins with that, too.
+
+        mask: 1 for each token that tokenizer.json's post-processor added.
+        """
+        count = len(list(itertools.takewhile(bool, mask)))
+        begin, rest = tokens[:count], tokens[count:]
+        if self._bos is not None and self._bos not in begin:
+            begin = [self._bos, *begin]
+        return rest if rest[:len(begin)] == begin else begin + rest
+
+    def _data(self, token):
+        string = self._tokenizer.id_to_token(token)
+        if string is None or token in self._special:
+            return None
+        if self._has_bytes and all(character in BYTES for character in string):
+            return bytes(BYTES[character] for character in string)
+        if self._has_fallback and (byte := BYTE.fullmatch(string)):
+            return bytes.fromhex(byte[1])
+        return string
+
+    def spell(self, text):
+        if self._has_bytes:
+            return ("".join(ALPHABET[byte] for byte in text.encode()),)
+        return tuple(f"<0x{byte:02X}>" for byte in text.encode())
+
+
+def _kinds(decoder):
+    """Returns the types of the decoders in tokenizer.json's `decoder`."""
+    return {decoder["type"]}.union(*map(_kinds, decoder.get("decoders", ())))
 
 
 def codec(checkpoint, is_numbers):
-    """The one that a model's prompts take. is_numbers: of --prompt-ids, not of --prompt."""
+    """Returns the Codec that a model's prompts take. is_numbers: of --prompt-ids, not of --prompt."""
     vocab_size = checkpoint.header["vocab_size"]
     if vocab_size == 0:
         raise ColibriError(f"{checkpoint.path}: vocab_size=0, expected tokens for a prompt; this is a bare stack of "
@@ -83,68 +174,61 @@ def codec(checkpoint, is_numbers):
     if is_numbers:
         return Numbers(vocab_size)
     if checkpoint.tokenizer:
-        return Tokenizer(checkpoint.tokenizer, checkpoint.path)
+        return Tokenizer(checkpoint.tokenizer, checkpoint.path, vocab_size, checkpoint.bos)
     if vocab_size != 256:
         raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size} and no tokenizer, expected 256 for --prompt, "
                            "where a token is a byte; give --prompt-ids, or convert a folder that has tokenizer.json")
     return Bytes()
 
 
-class Stream:
-    """The text of tokens that come one after another, in pieces that never end within a character.
+class Pieces:
+    """The text of an answer, token by token.
 
-    Only the last tokens are decoded at each step. The window reaches back to tokens whose text is shown, since the same
-    token may read otherwise at the beginning of a text: a tokenizer takes the space before its first word away.
+    A piece holds whole characters and stays as it is, whatever comes. All pieces together are the answer's text: what
+    the tokens of prompt and answer read as together, after the prompt's text, without the bytes at the end of a
+    character that is not complete. Other bytes that are no UTF-8 read as U+FFFD: each byte where they are tokens of byte
+    fallback, else as the Unicode standard has it. Whole characters among them stay.
+
+    A tokenizer's decoder may take the blank away from a text's first word, and otherwise looks at neighbours at most.
+    So a token is decoded after two others: the first of the text, and the one before it.
     """
 
-    def __init__(self, used):
-        self._codec, self._tokens = used, []
-        self._start, self._shown = 0, b""  # the window's first token, and its text as far as it was shown
-
-    def __len__(self):
-        return len(self._tokens)
+    def __init__(self, used, prompt=()):
+        self._codec, self._shown = used, []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(used.errors)
+        self._first = self._last = ()  # strings: those up to the first that has text, and those of the token before
+        with_text = (token for token in reversed(prompt) if used.is_continued and used.data(token) is not None)
+        for token in reversed(list(itertools.islice(with_text, CONTEXT))):
+            self.add(token)
+        self._shown.clear()
 
     def add(self, token):
-        """What there is to show of the text now that it has this token, bytes."""
-        self._tokens.append(token)
-        text = self._codec.decode(self._tokens[self._start:])
-        safe = text if self._codec.unit == "byte" else _complete(text)
-        if not safe.startswith(self._shown):
-            return b""  # a later token changed the text before it: wait until both agree again, or for the end
-        piece, self._shown = safe[len(self._shown):], safe
-        if len(self._tokens) - self._start >= 2 * WINDOW:
-            self._move(len(self._tokens) - WINDOW, len(text) - len(safe))
+        """Returns the text that a token adds, "" within a character."""
+        data = self._codec.data(token)
+        if data is None:
+            return ""
+        is_string = isinstance(data, str)
+        text = self._utf8.decode(b"" if is_string else data, final=is_string)
+        piece = self._next(self._codec.spell(text)) if text else ""
+        if is_string:
+            piece += self._next((data,))
+        self._shown.append(piece)
         return piece
 
-    def _move(self, start, held):
-        """Begins the window later, where its text still ends alike: in something shown, then the bytes held back."""
-        text = self._codec.decode(self._tokens[start:])
-        if len(text) > held:
-            self._start, self._shown = start, text[:len(text) - held]
+    def _next(self, strings):
+        """Returns what strings add to the text of those before them."""
+        codec, before = self._codec, self._first + self._last
+        text, longer = codec.join(before), codec.join(before + strings)
+        if text:
+            self._last = strings
+        else:
+            self._first += strings
+        return longer[len(text):] if longer.startswith(text) else codec.join(strings)
 
     def rest(self):
-        """What add() kept back."""
-        return self._codec.decode(self._tokens[self._start:])[len(self._shown):]
+        """Returns what add() kept back and the answer's end makes text of: nothing of a character that it cuts."""
+        return ""
 
     def text(self):
-        return self._codec.decode(self._tokens).decode(errors="replace")
-
-
-class Pieces:
-    """The same as str, also where a token is a byte: what is no UTF-8 reads as in text()."""
-
-    def __init__(self, used):
-        self._stream, self._decoder = Stream(used), codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, token):
-        return self._decoder.decode(self._stream.add(token))
-
-    def rest(self):
-        return self._decoder.decode(self._stream.rest(), final=True)
-
-
-def _complete(text):
-    """The text without the replacement characters at its end that may yet become one character, of up to 4 bytes."""
-    for _ in range(3):
-        text = text.removesuffix(REPLACEMENT)
-    return text
+        """Returns all pieces."""
+        return "".join(self._shown)

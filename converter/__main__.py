@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from colibri import __version__, headers
-from converter import bin_writer, config, inputs, inspection, interleave, mapped, sources, v1
+from converter import bin_writer, config, hub, inputs, inspection, interleave, mapped, sources, text_files, v1
 from converter.zip_reader import printable
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
@@ -27,6 +27,8 @@ examples:
   python -m converter Qwen3-30B-A3B/ qwen3.bin
       a Hugging Face folder: config.json, and safetensors or
       pytorch_model.bin, in shards or not
+  python -m converter Qwen/Qwen3-30B-A3B@main qwen3.bin
+      a model of the Hugging Face Hub, with or without a revision
   python -m converter mixtral.pt mixtral.bin
       with mixtral.json or config.json beside it
   python -m converter Qwen3-30B-A3B/ --inspect
@@ -59,8 +61,8 @@ class Parser(argparse.ArgumentParser):
 def parser():
     p = Parser(prog="python -m converter", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("checkpoint", help="a .pt of torch.save, a .safetensors, a Hugging Face or DeepSpeed-MoE folder, or "
-                   "a version 1 .bin")
+    p.add_argument("checkpoint", help="a .pt of torch.save, a .safetensors, a Hugging Face or DeepSpeed-MoE folder, a "
+                   "version 1 .bin, or the id of a model on the Hugging Face Hub")
     p.add_argument("output", nargs="?", help="the .bin to write")
     p.add_argument("--config", metavar="FILE",
                    help="config.json of the model (default: NAME.json, then config.json, beside the checkpoint)")
@@ -89,7 +91,7 @@ def parser():
 
 
 # What a checkpoint is: everything that its conversion depends on.
-Plan = namedtuple("Plan", "input family fields bare where config eos tokenizer renamed unknown absent")
+Plan = namedtuple("Plan", "input family fields bare where config text renamed unknown absent")
 
 
 def understand(options):
@@ -100,7 +102,7 @@ def understand(options):
     if v1.is_v1(options.checkpoint):
         others = config.missing_flags(settings, flags, ["activation", "renormalize"])
         tensors, flags["k"] = v1.read(options.checkpoint, options.hidden, options.ffn, options.k, others)
-        found = inputs.Input(tensors, [], [])
+        found = inputs.Input(tensors, [], [], {})
     else:
         found = inputs.read(options.checkpoint, absent)
         if options.hidden is not None or (options.ffn is not None and not sources.are_joined(found.tensors)):
@@ -110,7 +112,7 @@ def understand(options):
     renamed = len(tensors.keys() - found.tensors.keys())
     bare = "model_type" not in settings.values
     if bare:
-        family, sizes = sources.bare_family(tensors, options.checkpoint)
+        family, sizes = _bare_family(tensors, found.lost, options.checkpoint)
         fields = config.bare_fields(family, sizes, settings, flags, unknown)
         if sources.are_joined(tensors) and fields["num_experts"]:
             sources.check_joined(fields, options.ffn or settings.get(config.SIZES["ffn"]), options.checkpoint, unknown)
@@ -118,23 +120,35 @@ def understand(options):
     else:
         family, fields = sources.header_fields(settings)
         config.check_flags(fields, settings, flags)
+    inputs.check_lost(sources.needed(sources.stripped(found.lost, options.checkpoint), family, fields), absent)
     config.check_limits(fields, settings.where or options.checkpoint)
-    eos, tokenizer = ([], b"") if bare else inputs.text_files(settings.where)
-    fields.update(num_eos=len(eos), eos_ids=eos + [0] * (inputs.MAX_EOS - len(eos)))
-    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, eos,
-                tokenizer, renamed, unknown, absent)
+    text = text_files.read(None if bare else settings.where, fields["vocab_size"])
+    found.warnings.extend(text.warnings)
+    fields.update(text.fields)
+    return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, text,
+                renamed, unknown, absent)
+
+
+def _bare_family(tensors, lost, where):
+    """sources.bare_family, where tensors that are lost may be why none is found."""
+    try:
+        return sources.bare_family(tensors, where)
+    except ColibriError:
+        inputs.check_lost(lost, None)
+        raise
 
 
 def convert(options):
     """Everything between the options and the file."""
     _check_options(options)
     mapped.forget()
-    if options.inspect:
-        return say(inspection.inspect(understand(options), options.json))
-    output = Path(options.output)
-    if not options.dry_run:
-        bin_writer.check_output(output, options.force)
+    if not (options.inspect or options.dry_run):
+        bin_writer.check_output(Path(options.output), options.force)
+    options.checkpoint = hub.resolve(options.checkpoint)
     plan = understand(options)
+    if options.inspect:
+        return say(inspection.inspect(plan, options.json))
+    output = Path(options.output)
     if output.is_file() and inputs.is_input(output, Path(options.checkpoint), plan.config):
         raise ColibriError(f"{output}: is the checkpoint itself or a file of it; choose another output")
     fields, family = plan.fields, plan.family
@@ -148,7 +162,7 @@ def convert(options):
     kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(
         {**fields, "dense_layers": headers.mask(fields["dense_layers"])})}
     dtype = _dtype(options.dtype, bound.sources, kinds, options.checkpoint)
-    header, directory = bin_writer.plan(fields, dtype, plan.tokenizer)
+    header, directory = bin_writer.plan(fields, dtype, plan.text.tokenizer)
     if options.dry_run:
         return say(_report(plan, header, directory, dtype, bound.ignored))
 
@@ -156,7 +170,7 @@ def convert(options):
         return _contents(name, bound.sources[name], fields, dtype if kinds[name] == "weight_t" else "f32")
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
-        bin_writer.write(file, header, directory, contents, bar.update, plan.tokenizer)
+        bin_writer.write(file, header, directory, contents, bar.update, plan.text.tokenizer)
         sources.check_storages(bound.sources)
     left_out = plan.input.left_out + bound.ignored
     say(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
@@ -201,11 +215,12 @@ def _dtype(option, sources, kinds, path):
                 for parts in experts for tensor in parts]
     if option != "keep":
         return option
-    other = next((tensor for tensor in matrices if tensor.dtype != matrices[0].dtype), None)
+    kept = interleave.KEPT[matrices[0].dtype]
+    other = next((tensor for tensor in matrices if interleave.KEPT[tensor.dtype] != kept), None)
     if other is not None:
         raise ColibriError(f"{path}: {other.name}: dtype={other.dtype}, expected {matrices[0].dtype} as in "
                            f"{matrices[0].name}; choose one with --dtype")
-    return interleave.KEPT[matrices[0].dtype]
+    return kept
 
 
 def _report(plan, header, directory, dtype, ignored):

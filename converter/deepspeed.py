@@ -29,8 +29,11 @@ def read(folder, absent=None):
     folder = _step(Path(folder))
     ranks = [int(match[match.lastindex]) for entry in folder.iterdir()
              if (match := MAIN.fullmatch(entry.name) or EXPERT.fullmatch(entry.name))]
-    if 0 not in ranks or max(ranks) > 0:
-        raise ColibriError(f"{folder}: mp_rank_{max(ranks, default=0):02}, expected mp_rank_00 alone; merge the "
+    if not ranks:
+        raise ColibriError(f"{folder}: no mp_rank_00_model_states.pt, expected one in a DeepSpeed-MoE checkpoint; name "
+                           "another folder")
+    if {*ranks} != {0}:
+        raise ColibriError(f"{folder}: mp_rank_{max(ranks):02}, expected mp_rank_00 alone; merge the "
                            "tensor-parallel ranks with DeepSpeed first")
     main = pt_reader.read_checkpoint(folder / "mp_rank_00_model_states.pt")
     routers = {match[0]: match for name in main if (match := ROUTER.fullmatch(name))}

@@ -3,51 +3,44 @@
 from collections import namedtuple
 from pathlib import Path
 
-from colibri.errors import ColibriError
-from converter import bin_writer, config, deepspeed, pt_reader, safetensors_reader
+from converter import bin_writer, deepspeed, folders, pt_reader, safetensors_reader, text_files
 
-# tensors: {name: Tensor}. left_out: names that are no part of it. warnings: lines for the user.
-Input = namedtuple("Input", "tensors left_out warnings")
-# A folder's weights, the first that is there.
-WEIGHTS = (("model.safetensors.index.json", safetensors_reader.read_file),
-           ("model.safetensors", safetensors_reader.read_file),
-           ("pytorch_model.bin.index.json", pt_reader.read_checkpoint),
-           ("pytorch_model.bin", pt_reader.read_checkpoint))
-TEXT_FILES = ("generation_config.json", "tokenizer.json")
-MAX_TOKENIZER_BYTES = 256 << 20
-MAX_EOS = config.HEADER["eos_ids"].shape[0]
+# tensors: {name: Tensor}. left_out: names that are no part of it. warnings: lines for the user. lost: {tensor name:
+# safetensors_reader.Lost}, an error where the tensor is needed.
+Input = namedtuple("Input", "tensors left_out warnings lost")
 
 
 def read(path, absent=None):
     """The Input at `path`. absent: a list for files that are not there, which are an error without it."""
-    path = Path(path)
+    path, left_out, warnings, lost = Path(path), [], [], {}
+    folders.refuse_adapter(path)
     if path.is_dir() and deepspeed.is_checkpoint(path):
-        return Input(*deepspeed.read(path, absent))
-    if path.is_dir():
-        return Input(_read_folder(path, absent), [], [])
-    if path.name.endswith(".index.json"):
-        return Input(_read_shards(path, absent), [], [])
-    reader = safetensors_reader.read_file if path.suffix == ".safetensors" else pt_reader.read_checkpoint
-    return Input(reader(path), [], [])
+        tensors, left_out, warnings = deepspeed.read(path, absent)
+    elif path.is_dir():
+        tensors, lost, warnings = folders.read(path, absent)
+    elif path.name.endswith(folders.INDEX):
+        tensors, lost = folders.read_index(path)
+    else:
+        folders.refuse_foreign(path)
+        folders.refuse_shard(path)
+        tensors = (safetensors_reader.read_file if path.suffix == ".safetensors" else pt_reader.read_checkpoint)(path)
+    folders.refuse_adapter(path, tensors)
+    return Input(tensors, left_out, warnings, lost)
 
 
-def _read_folder(folder, absent):
-    for name, reader in WEIGHTS:
-        if (folder / name).is_file():
-            return _read_shards(folder / name, absent) if name.endswith(".index.json") else reader(folder / name)
-    raise ColibriError(f"{folder}: a directory without weights, expected one of "
-                       f"{', '.join(name for name, _ in WEIGHTS)}, or a DeepSpeed-MoE checkpoint; name another")
-
-
-def _read_shards(index, absent):
-    reader = dict(WEIGHTS).get(index.name, safetensors_reader.read_file)
-    return safetensors_reader.read_shards(index, reader, absent)
+def check_lost(lost, absent):
+    """Raises why a tensor is lost. absent: a list for the files that are not there, which are an error without it."""
+    for why in lost.values():
+        if why.file is None or absent is None:
+            raise why.error
+        if why.file not in absent:
+            absent.append(why.file)
 
 
 def is_input(output, checkpoint, config_path):
     """Whether an existing output is what a conversion reads: the checkpoint, its config and what stands beside that, or
     whatever is in the checkpoint's folder but a .bin that a conversion made."""
-    beside = [Path(config_path).with_name(name) for name in TEXT_FILES] if config_path else []
+    beside = [Path(config_path).with_name(name) for name in text_files.NAMES] if config_path else []
     if any(file.exists() and output.samefile(file) for file in (checkpoint, Path(config_path or checkpoint), *beside)):
         return True
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
@@ -55,26 +48,3 @@ def is_input(output, checkpoint, config_path):
         with open(output, "rb") as file:
             return folder.resolve() in output.resolve().parents and file.read(4) != bin_writer.MAGIC
     return False
-
-
-def text_files(config_path):
-    """(end-of-sequence ids, tokenizer.json's bytes or b"") that stand beside a config.json."""
-    if config_path is None or Path(config_path).name != "config.json":
-        return [], b""
-    folder = Path(config_path).parent
-    values = {}
-    for name in ("config.json", TEXT_FILES[0]):  # the second one's ids go before
-        if (folder / name).is_file():
-            found = config.read_json(folder / name).get("eos_token_id")
-            values = {"where": folder / name, "ids": found} if found is not None else values
-    ids = values.get("ids", [])
-    ids = ids if type(ids) is list else [ids]
-    if len(ids) > MAX_EOS or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
-        raise ColibriError(f"{values['where']}: eos_token_id={str(ids)[:80]}, expected at most {MAX_EOS} token "
-                           "numbers; correct it")
-    tokenizer = folder / TEXT_FILES[1]
-    if not tokenizer.is_file():
-        return ids, b""
-    if tokenizer.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise ColibriError(f"{tokenizer}: {tokenizer.stat().st_size} bytes, expected at most {MAX_TOKENIZER_BYTES}")
-    return ids, tokenizer.read_bytes()

@@ -7,12 +7,14 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
+from converter.quantized import MXFP4, SCALED_FP8
 
 PANEL_ROWS = headers.default().constants["PANEL_ROWS"]
 GATE_GROUP = headers.default().constants["GATE_GROUP"]
 NUMPY_DTYPES = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}  # bf16 as its bits
-NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
-KEPT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f32"}  # what --dtype keep means
+# What rows of each dtype come as, and what --dtype keep makes of it.
+NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", SCALED_FP8: "f64", MXFP4: "f64"}
+KEPT = {**NAMES, "float64": "f32", SCALED_FP8: "bf16", MXFP4: "bf16"}
 LARGEST = {"f16": "65504", "bf16": "3.39e38", "f32": "3.4e38"}
 
 
@@ -110,10 +112,10 @@ def _widened(values, dtype):
 def _to_bf16(values):
     narrow = values.astype(np.float32)
     bits = narrow.view(np.uint32)
-    if values.dtype == np.float64:  # rounding twice would miss ties: first towards zero, with the last bit as "inexact"
-        back = narrow.astype(np.float64)
-        bits = (bits - (np.abs(back) > np.abs(values))) | (back != values)
-        bits = bits.astype(np.uint32)
+    if values.dtype == np.float64:  # rounding twice is wrong where the first time makes a tie: step back from that
+        ties = np.nonzero((bits & 0xFFFF) == 0x8000)
+        exact, rounded = np.abs(values[ties]), np.abs(narrow[ties].astype(np.float64))
+        bits[ties] += (exact > rounded).astype(np.uint32) - (exact < rounded)
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
 

@@ -1,99 +1,39 @@
 """Reads the pickle inside a checkpoint without executing anything: an allow-list machine with an explicit stack.
 
-Names of functions and classes become inert tokens, a tensor becomes a `Rebuilt` description, and everything else is
-None, bool, int, float, str, bytes, list (also for a set), tuple or dict. Nothing is imported, hashed deeply, compared
-or printed, so neither depth nor sharing inside a hostile file costs time.
+Names of functions and classes become inert tokens, a tensor becomes a `Rebuilt` description, an object of a class on
+the list becomes `Opaque`, and everything else is None, bool, int, float, str, bytes, list (also for a set), tuple or
+dict. Nothing is imported, hashed deeply, compared or printed, so neither depth nor sharing inside a hostile file costs
+time.
 """
 
 import struct
-from collections import namedtuple
 
 from colibri.errors import ColibriError
+from converter import pickle_names
+from converter.pickle_names import Class, Function, Opaque, Rebuilt, StorageRef, StorageType
 from converter.zip_reader import shown
 
 MAX_LONG_BYTES = 255
-MAX_ARGUMENTS = 16  # of a call, more than any of ALLOWED takes
-SCALAR_KEYS = (str, int, float, bool, bytes, type(None))
-
-StorageRef = namedtuple("StorageRef", "dtype key numel view_offset view_numel")
-Rebuilt = namedtuple("Rebuilt", "problem storage offset shape strides dtype", defaults=[None] * 5)
-StorageType = namedtuple("StorageType", "dtype")
-DType = namedtuple("DType", "name")
-Inert = namedtuple("Inert", "name")
-Function = namedtuple("Function", "build")
+MAX_ARGUMENTS = 16  # of a call, more than any of the list takes
+NEWOBJ, NEWOBJ_EX = 0x81, 0x92
 MARK = object()
-
-STORAGES = {"FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16",
-            "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16",
-            "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8",
-            "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128", "QInt8Storage": "qint8",
-            "QUInt8Storage": "quint8", "QInt32Storage": "qint32"}
-DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
-          "uint64", "bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-          "float8_e5m2fnuz", "float8_e8m0fnu", "qint8", "quint8", "qint32")
-
-
-def _tensor(storage, offset, shape, strides, *rest):
-    return Rebuilt(None, storage, offset, shape, strides)
-
-
-def _tensor_v3(storage, offset, shape, strides, requires_grad, hooks, dtype, *rest):
-    if type(dtype) is not DType:
-        raise TypeError
-    return Rebuilt(None, storage, offset, shape, strides, dtype.name)
-
-
-def _ordered_dict(pairs):
-    return {_key(key): value for key, value in pairs}
-
-
-def _key(key):
-    """A dict key that is cheap to hash: a tuple could be a tower of shared tuples."""
-    return key if type(key) in SCALAR_KEYS else object()
-
-
-ORDERED_DICT = Function(_ordered_dict)
-FROM_TYPE = Function(None)  # calls another function, for a subclass of Tensor
-ALLOWED = {
-    ("collections", "OrderedDict"): ORDERED_DICT,
-    ("torch._utils", "_rebuild_tensor"): Function(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): Function(_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): Function(_tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): Function(lambda data, *rest: data),
-    ("torch._utils", "_rebuild_parameter_with_state"): Function(lambda data, *rest: data),
-    ("torch._tensor", "_rebuild_from_type_v2"): FROM_TYPE,
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): Function(lambda *rest: Rebuilt("a meta tensor")),
-    ("torch._utils", "_rebuild_qtensor"): Function(lambda *rest: Rebuilt("a quantized tensor")),
-    ("torch._utils", "_rebuild_sparse_tensor"): Function(lambda *rest: Rebuilt("a sparse tensor")),
-    ("torch._utils", "_rebuild_nested_tensor"): Function(lambda *rest: Rebuilt("a nested tensor")),
-    ("torch", "Size"): Function(lambda shape=(): shape),
-    ("torch", "device"): Function(lambda *rest: None),
-    ("torch.storage", "UntypedStorage"): StorageType("uint8"),
-    **{("torch", name): StorageType(dtype) for name, dtype in STORAGES.items()},
-    **{("torch", name): DType(name) for name in DTYPES},
-    **{("torch", name): Inert(name) for name in (
-        "Tensor", "strided", "sparse_coo", "sparse_csr", "per_tensor_affine", "per_tensor_symmetric",
-        "per_channel_affine", "per_channel_symmetric")},
-    ("torch._tensor", "Tensor"): Inert("Tensor"),
-    ("torch.nn.parameter", "Parameter"): Inert("Parameter"),
-    ("torch.nn.parameter", "Buffer"): Inert("Buffer"),
-}
 
 
 class PickleReader:
-    """One pickle in `data` from `position` on; after load(), `position` is behind its STOP."""
+    """One pickle in `data` from `position` on; after load(), `position` is behind its STOP, and `storages` has each
+    StorageRef of it, those in dropped objects too."""
 
     def __init__(self, data, where, position=0, max_opcodes=2_000_000):
         """where: names the pickle in errors. max_opcodes: bounds time and memory, which grow with each opcode, or
         with what an opcode charges."""
         self.data, self.where, self.position, self.max_opcodes = data, where, position, max_opcodes
-        self.stack, self.memo, self.charged = [], {}, 0
+        self.stack, self.memo, self.storages, self.charged = [], {}, [], 0
 
     def load(self):
         """The pickled value; ColibriError on anything that is corrupt or not on the allow-list."""
         try:
-            while self.charged < self.max_opcodes:
-                self.charged += 1
+            while True:
+                self._charge(1)
                 opcode = self._take(1)[0]
                 if opcode == ord("."):
                     return self._pop()
@@ -104,13 +44,18 @@ class PickleReader:
             cause = f"{type(error).__name__} at byte {self.position}"
             raise ColibriError(f"{self.where}: corrupt pickle ({cause}), expected what torch.save writes; "
                                "save or download the checkpoint again") from None
-        raise ColibriError(f"{self.where}: more than {self.max_opcodes} pickle opcodes, expected a dict of tensors; "
-                           "save model.state_dict() alone")
+
+    def _charge(self, steps):
+        """Counts the steps that an opcode takes."""
+        self.charged += steps
+        if self.charged > self.max_opcodes:
+            raise ColibriError(f"{self.where}: more than {self.max_opcodes} pickle opcodes, expected a dict of "
+                               "tensors; save model.state_dict() alone")
 
     def _forbidden_opcode(self, opcode):
         what = f"forbidden opcode 0x{opcode:02x} at byte {self.position - 1}"
         if opcode == ord("i"):  # INST: builds an instance of a class that it names
-            what = f"forbidden opcode INST of {self._line()}.{self._line()}"
+            what = f"forbidden opcode INST of {shown(self._line())}.{shown(self._line())}"
         return ColibriError(f"{self.where}: {what}, expected what torch.save writes; do not load this file elsewhere "
                             "unless you trust it")
 
@@ -144,11 +89,6 @@ class PickleReader:
                 return values
         raise IndexError
 
-    def _top(self, kind):
-        if type(self.stack[-1]) is not kind:
-            raise TypeError
-        return self.stack[-1]
-
     def _tuple(self, count):
         values = [self._pop() for _ in range(count)]
         self.stack.append(tuple(reversed(values)))
@@ -156,10 +96,18 @@ class PickleReader:
     def _set_items(self, values):
         if len(values) % 2:
             raise ValueError
-        self._top(dict).update((_key(values[i]), values[i + 1]) for i in range(0, len(values), 2))
+        if self._holds(dict):
+            self.stack[-1].update((pickle_names.key_of(values[i]), values[i + 1]) for i in range(0, len(values), 2))
 
     def _extend(self, values):
-        self._top(list).extend(values)
+        if self._holds(list):
+            self.stack[-1].extend(values)
+
+    def _holds(self, kind):
+        """Whether the top is of a kind that takes items; an object whose contents are dropped takes none."""
+        if type(self.stack[-1]) not in (kind, Opaque):
+            raise TypeError
+        return type(self.stack[-1]) is kind
 
     def _set_item(self):
         value, key = self._pop(), self._pop()
@@ -168,11 +116,12 @@ class PickleReader:
     def _global(self, module, name):
         if type(module) is not str or type(name) is not str:
             raise TypeError
-        if (module, name) not in ALLOWED:
+        value = pickle_names.token(module, name)
+        if value is None:
             raise ColibriError(f"{self.where}: forbidden global {shown(module)}.{shown(name)}, expected tensors in "
                                "dicts alone; save model.state_dict(), and do not load this file elsewhere unless you "
                                "trust it")
-        self.stack.append(ALLOWED[module, name])
+        self.stack.append(value)
 
     def _stack_global(self):
         name, module = self._pop(), self._pop()
@@ -180,22 +129,58 @@ class PickleReader:
 
     def _reduce(self):
         arguments, function = self._pop(), self._pop()
-        if function is FROM_TYPE:
-            function, _, arguments, _ = arguments
-        if type(function) is not Function or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+        if function is pickle_names.FROM_TYPE:
+            function, kind, arguments, state = arguments
+            rebuilt = self._with_attributes(self._call(function, arguments), state)
+            self.stack.append(rebuilt if kind is pickle_names.TENSOR or rebuilt.problem
+                              else Rebuilt("a tensor subclass"))
+        else:
+            self.stack.append(self._call(function, arguments))
+
+    def _call(self, function, arguments):
+        if type(function) not in (Class, Function) or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
             raise TypeError
-        if function is ORDERED_DICT:  # its pairs may be in the memo, and their opcodes charged once
-            pairs = arguments[0] if arguments else ()
-            self.charged += len(pairs)
-            if self.charged > self.max_opcodes:
-                pairs = ()  # load() ends here
-            arguments = (pairs,)
-        self.stack.append(function.build(*arguments))
+        if type(function) is Class:
+            return pickle_names.instance(function, *arguments)
+        if function is pickle_names.PARAMETER_WITH_STATE:
+            return self._with_attributes(function.build(*arguments), arguments[3])
+        if function is pickle_names.ORDERED_DICT and arguments:  # pairs may be in the memo, their opcodes charged once
+            self._charge(len(arguments[0]))
+        return function.build(*arguments)
+
+    def _new_object(self, opcode):
+        keywords = self._pop() if opcode == NEWOBJ_EX else {}
+        arguments, kind = self._pop(), self._pop()
+        if type(kind) is not Class:
+            raise self._forbidden_opcode(opcode)
+        if type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+            raise TypeError
+        self.stack.append(pickle_names.instance(kind, *arguments, keywords or None))
 
     def _build(self):
-        self._pop()  # attributes of a state dict (_metadata) or of a tensor: not weights
-        if type(self.stack[-1]) not in (dict, Rebuilt):
+        state = self._pop()  # of a dict (_metadata): not weights
+        if type(self.stack[-1]) is Rebuilt:
+            if self._with_attributes(self.stack[-1], state) is not self.stack[-1]:
+                raise TypeError  # no torch of today writes this
+        elif type(self.stack[-1]) not in (dict, Opaque):
             raise TypeError
+
+    def _with_attributes(self, rebuilt, state):
+        """A tensor that has Python attributes: itself, or a problem where one of them could stand for its numbers."""
+        if type(rebuilt) is not Rebuilt:
+            raise TypeError
+        if rebuilt.problem:
+            return rebuilt
+        seen, queue = set(), [state]
+        while queue:
+            item = queue.pop()
+            self._charge(1)
+            if type(item) in (Rebuilt, StorageRef) or item is pickle_names.NUMPY_ARRAY:
+                return Rebuilt("a tensor with other tensors in its attributes")
+            if type(item) in (dict, list, tuple) and id(item) not in seen:
+                seen.add(id(item))
+                queue.extend(item.values() if type(item) is dict else item)
+        return rebuilt
 
     def _persistent(self):
         reference = self._pop()
@@ -208,7 +193,8 @@ class PickleReader:
         view_offset, view_numel = (0, numel) if not view or view[0] is None else view[0][1:]
         if type(view_offset) is not int or type(view_numel) is not int:
             raise TypeError
-        self.stack.append(StorageRef(storage_type.dtype, key, numel, view_offset, view_numel))
+        self.storages.append(StorageRef(storage_type.dtype, key, numel, view_offset, view_numel))
+        self.stack.append(self.storages[-1])
 
     def _long(self, count):
         if count > MAX_LONG_BYTES:
@@ -251,6 +237,7 @@ OPCODES = {ord(opcode): action for opcode, action in {
     "B": lambda r: r.stack.append(bytes(r._take(r._number("<I")))),
     "C": lambda r: r.stack.append(bytes(r._take(r._number("<B")))),
     "\x8e": lambda r: r.stack.append(bytes(r._take(r._number("<Q")))),
+    "\x96": lambda r: r.stack.append(bytes(r._take(r._number("<Q")))),  # a bytearray
     "}": lambda r: r.stack.append({}),
     "]": lambda r: r.stack.append([]),
     "\x8f": lambda r: r.stack.append([]),
@@ -273,6 +260,8 @@ OPCODES = {ord(opcode): action for opcode, action in {
     "c": lambda r: r._global(r._line(), r._line()),
     "\x93": PickleReader._stack_global,
     "R": PickleReader._reduce,
+    "\x81": lambda r: r._new_object(NEWOBJ),
+    "\x92": lambda r: r._new_object(NEWOBJ_EX),
     "b": PickleReader._build,
     "Q": PickleReader._persistent,
 }.items()}

@@ -4,26 +4,34 @@ import mmap
 import struct
 import tempfile
 import zlib
+from collections import deque
 
 import numpy as np
 
 from colibri.errors import ColibriError
 from converter.mapped import check_size, map_file
-from converter.pickle_reader import PickleReader, Rebuilt, StorageRef
+from converter.pickle_names import NUMPY_ARRAY, Rebuilt, StorageRef
+from converter.pickle_reader import PickleReader
 from converter.zip_reader import DEFLATED, read_directory, shown
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_EXPANDED_BYTES = 1 << 30  # of a tensor with more elements than its storage (stride 0)
 MAX_RANK = 32
+MAX_NAME = 500  # characters of a name in dicts within dicts
 WINDOW_BYTES = 32 << 20  # mapped input read before its pages are dropped
 CRC_BYTES = 8 << 20
-LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # behind the protocol, and from protocol 4 on a frame's size
 WRAPPERS = ("model", "module", "state_dict", "model_state_dict")
 # The numpy dtype that holds each torch dtype; those that numpy lacks are held as their bits.
 NUMPY_DTYPES = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4",
                 "int16": "<i2", "int8": "i1", "uint8": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8",
                 "bool": "?", "complex64": "<c8", "complex128": "<c16", "float8_e4m3fn": "u1", "float8_e5m2": "u1",
                 "float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1", "float8_e8m0fnu": "u1"}
+ITEM_BYTES = {**{name: np.dtype(dtype).itemsize for name, dtype in NUMPY_DTYPES.items()},
+              "qint8": 1, "quint8": 1, "qint32": 4}
+# The bits of a number whose uppermost is its sign.
+SIGNED_BITS = {"float16": "<u2", "bfloat16": "<u2", "float32": "<u4", "float64": "<u8", "complex64": "<u4",
+               "complex128": "<u8"}
 
 
 class Storage:
@@ -95,6 +103,24 @@ class DeflatedStorage(Storage):
                                f"bytes inflated from {self.where}; set TMPDIR to a directory with space") from None
 
 
+class NegatedStorage:
+    """A storage as the tensors with torch's negative bit show it: each number's sign is turned as it is read."""
+
+    def __init__(self, storage, dtype):
+        self.storage, self.where, self.bytes, self.bits = storage, storage.where, storage.bytes, np.dtype(dtype)
+
+    def bytes_at(self, start, stop):
+        buffer, offset = self.storage.bytes_at(start, stop)
+        numbers = np.frombuffer(buffer, self.bits, (stop - start) // self.bits.itemsize, offset)
+        return numbers ^ self.bits.type(1 << (8 * self.bits.itemsize - 1)), 0
+
+    def check(self, stop=None):
+        self.storage.check(stop)
+
+    def drop(self, num_bytes):
+        self.storage.drop(num_bytes)
+
+
 def inflate(data, record, where):
     """Yields a deflated record's bytes in pieces, never more than the directory states."""
     engine, left = zlib.decompressobj(-15), record.bytes
@@ -161,7 +187,7 @@ def read_checkpoint(path):
     data = map_file(path)
     if data[:4] == b"PK\3\4":
         value, storages = _read_zip(data, path)
-    elif data[:len(LEGACY_MAGIC)] == LEGACY_MAGIC:
+    elif data[:1] == b"\x80" and LEGACY_MAGIC in (data[2:2 + len(LEGACY_MAGIC)], data[11:11 + len(LEGACY_MAGIC)]):
         value, storages = _read_legacy(data, path)
     else:
         raise ColibriError(f"{path}: {_foreign(data)}")
@@ -232,17 +258,16 @@ def _contents(data, record, path, has_crc):
 
 def _read_legacy(data, path):
     """(pickled value, {key: Storage}) of the format before torch 1.6: five pickles, then each storage's count, data."""
-    head, position, values = data[:MAX_PICKLE_BYTES], 0, []
+    head, position, values, items = data[:MAX_PICKLE_BYTES], 0, [], {}
     for name in ("magic", "protocol", "system info", "object", "storage keys"):
         reader = PickleReader(head, f"{path}: {name}", position)
         values.append(reader.load())
         position = reader.position
+        items.update((ref.key, ITEM_BYTES[ref.dtype]) for ref in reader.storages if ref.dtype in ITEM_BYTES)
     _, _, system, value, keys = values
     if type(system) is not dict or system.get("little_endian") is not True or type(keys) is not list:
         raise ColibriError(f"{path}: corrupt: expected a little-endian checkpoint with a list of storages; save it "
                            "again")
-    items = {ref.key: np.dtype(NUMPY_DTYPES[ref.dtype]).itemsize for ref in _storage_refs(value)
-             if ref.dtype in NUMPY_DTYPES}
     storages = {}
     for key in keys:
         if type(key) is not str or key not in items or position + 8 > len(data):
@@ -256,31 +281,22 @@ def _read_legacy(data, path):
     return value, storages
 
 
-def _storage_refs(value):
-    """Every StorageRef in a pickled value, visiting each object once."""
-    seen, queue, found = set(), [value], []
-    while queue:
-        item = queue.pop()
-        if type(item) is StorageRef:
-            found.append(item)
-        elif type(item) in (dict, list, tuple, Rebuilt) and id(item) not in seen:
-            seen.add(id(item))
-            queue.extend(item.values() if type(item) is dict else item)
-    return found
-
-
 def _named_tensors(value, path):
-    """The state dict in a pickled value: the value itself, or what one of WRAPPERS holds."""
+    """The state dict in a pickled value: the value itself, or what one of WRAPPERS holds. What else stands beside that,
+    such as an optimizer's state or averaged weights, is no part of it."""
     for depth in range(4):
         if type(value) is not dict:
             break
-        value = _flattened(value) if depth else value
-        inner = [key for key in WRAPPERS if type(value.get(key)) is dict and value[key]]
+        inner = [key for key in WRAPPERS if type(value.get(key)) is dict and _has_tensors(value[key])]
+        value = _flattened(value, path) if depth and not inner else value
         tensors = {key: item for key, item in value.items() if type(key) is str and type(item) is Rebuilt}
         if tensors and not inner:
+            _check_others(value, path)
             return tensors
-        if len(inner) > 1 or tensors:
-            raise ColibriError(f"{path}: tensors under {' and '.join(inner)}{' and beside it' if tensors else ''}, "
+        beside = [key for key, tensor in tensors.items() if not _is_metadata(key, tensor)]
+        if len(inner) > 1 or beside:
+            raise ColibriError(f"{path}: tensors under {' and '.join(inner)}"
+                               f"{f' and beside it ({shown(beside[0])})' if beside else ''}, "
                                "expected one state dict; save one of them alone")
         value = value[inner[0]] if inner else None
     if type(value) is Rebuilt:
@@ -289,20 +305,55 @@ def _named_tensors(value, path):
                        f"{', '.join(WRAPPERS)}; save a state_dict()")
 
 
-def _flattened(value):
-    """A wrapped state dict with the tensors of dicts in it under dotted names; each object is visited once."""
-    if any(type(value.get(key)) is dict for key in WRAPPERS):
-        return value
-    result, seen, queue = {}, set(), [("", value)]
+def _is_metadata(key, tensor):
+    """Whether a tensor beside the model is a counter, a generator's state or the like, by its name and shape."""
+    return "." not in key and (type(tensor.shape) is not tuple or len(tensor.shape) < 2)
+
+
+def _has_tensors(value):
+    """Whether there are tensors in dicts within dicts; each is visited once."""
+    seen, queue = set(), [value]
     while queue:
-        prefix, item = queue.pop(0)
+        item = queue.pop()
+        if type(item) is Rebuilt:
+            return True
+        if type(item) is dict and id(item) not in seen:
+            seen.add(id(item))
+            queue.extend(item.values())
+    return False
+
+
+def _flattened(value, path):
+    """A wrapped state dict with the entries of dicts in it under dotted names; each dict is visited once."""
+    result, seen, queue = {}, set(), deque([("", value)])
+    while queue:
+        prefix, item = queue.popleft()
         for key, entry in item.items():
-            if type(entry) is dict and type(key) is str and id(entry) not in seen:
+            if type(key) is not str or (type(entry) is dict and id(entry) in seen):
+                continue
+            if len(prefix) + len(key) > MAX_NAME:
+                raise ColibriError(f"{path}: {shown(prefix + key)}: a name of {len(prefix) + len(key)} characters, "
+                                   f"expected at most {MAX_NAME}; save a state_dict()")
+            if type(entry) is dict:
                 seen.add(id(entry))
                 queue.append((f"{prefix}{key}.", entry))
-            elif type(key) is str:
+            elif prefix + key in result:
+                raise ColibriError(f"{path}: {shown(prefix + key)}: there twice, in one dict and in a dict within it, "
+                                   "expected each tensor once; save a state_dict()")
+            else:
                 result[prefix + key] = entry
     return result
+
+
+def _check_others(named, path):
+    """That what has a parameter's name, one with a dot, is not numbers of another kind, which would be left out."""
+    for name, item in named.items():
+        first = item[0] if type(item) in (list, tuple) and item else item
+        if type(name) is str and "." in name and (first is NUMPY_ARRAY or type(first) is StorageRef or (
+                type(first) is Rebuilt and first is not item)):
+            what = "numpy arrays" if first is NUMPY_ARRAY else "storages" if type(first) is StorageRef else "tensors"
+            raise ColibriError(f"{path}: {shown(name)}: {what} in the place of a tensor, expected a tensor; make it "
+                               "one, or leave it out")
 
 
 def _resolve(rebuilt, name, storages, path):
@@ -333,6 +384,11 @@ def _resolve(rebuilt, name, storages, path):
         raise ColibriError(f"{where}: out of bounds: shape {_short(shape)}, strides {_short(strides)} and offset "
                            f"{offset} need "
                            f"{_short(extent)} bytes, but its storage has {available}; the checkpoint is damaged")
+    if rebuilt.negated:
+        if dtype not in SIGNED_BITS:
+            raise ColibriError(f"{where}: a tensor of {dtype} with the neg bit, expected it with floats alone; save it "
+                               "after resolve_neg()")
+        storage = NegatedStorage(storage, SIGNED_BITS[dtype])
     return Tensor(name, dtype, shape, strides, storage, first + offset * item)
 
 

@@ -1,39 +1,45 @@
-"""fp8 and MXFP4 matrices with their scales, decoded to bfloat16 a few rows at a time."""
+"""fp8 and MXFP4 matrices with their scales, decoded a few rows at a time to exact products, which are rounded once."""
 
 import numpy as np
 
 from colibri.errors import ColibriError
 
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FP4 = np.concatenate([FP4, -FP4])
 MXFP4_GROUP = 32  # columns of one scale, a power of two
 SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+SCALED_FP8, MXFP4 = "scaled fp8", "mxfp4"  # the dtype of a matrix with its scales
 
 
 class Decoded:
-    """A Tensor of bfloat16 bits, [rows, columns] or [experts, rows, columns], whose rows are computed on demand."""
+    """A Tensor whose rows are decoded on demand to float64, which holds each product of a value and its scale exactly.
 
-    def __init__(self, source, shape, decode, first=0, step=1):
-        """source: the Tensor that names it. decode: row numbers, counted over all experts -> float32 rows."""
-        self.source, self.shape, self.decode, self.first, self.step = source, shape, decode, first, step
-        self.name, self.storage, self.dtype, self.numpy_dtype = source.name, source.storage, "bfloat16", np.dtype("<u2")
+    It is [experts, rows, columns] or [rows, columns], or one row of these.
+    """
+
+    def __init__(self, source, dtype, shape, decode, first=0, step=1):
+        """source: the Tensor that names it. decode: row numbers, counted over all experts -> float64 rows."""
+        self.source, self.dtype, self.shape, self.decode = source, dtype, shape, decode
+        self.first, self.step = first, step
+        self.name, self.storage, self.numpy_dtype = source.name, source.storage, source.numpy_dtype
 
     def rows(self, start, stop):
-        bits = self.decode(self.first + self.step * np.arange(start, stop)).view(np.uint32)
-        return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-
-    def array(self):
-        return self.rows(0, self.shape[0])
+        with np.errstate(invalid="ignore"):  # 0 times inf is NaN, which is refused when it is written
+            if len(self.shape) == 1:
+                return self.decode(np.array([self.first]))[0, start:stop]
+            return self.decode(self.first + self.step * np.arange(start, stop))
 
     def drop(self, num_bytes):
         self.source.drop(num_bytes)
 
     def take(self, start, count, step):
-        first = self.first + self.step * start
-        return Decoded(self.source, (count, self.shape[1]), self.decode, first, self.step * step)
+        return self._part((count, self.shape[1]), start, step)
 
     def index(self, i):
-        return Decoded(self.source, self.shape[1:], self.decode, self.first + i * self.shape[1])
+        return self._part(self.shape[1:], i * (self.shape[1] if len(self.shape) == 3 else 1), 1)
+
+    def _part(self, shape, start, step):
+        return Decoded(self.source, self.dtype, shape, self.decode, self.first + self.step * start, self.step * step)
 
 
 def decoded(tensors, block, where):
@@ -53,32 +59,42 @@ def decoded(tensors, block, where):
 
 
 def _fp8(tensor, scale, block, where):
-    rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
-    expected = (-(-rows // block[0]), -(-columns // block[1]))
-    if tensor.dtype != "float8_e4m3fn" or scale.dtype != "float32" or scale.shape != expected:
-        raise ColibriError(f"{where}: {scale.name}: {scale.dtype} {scale.shape}, expected float32 {expected} for "
-                           f"{tensor.dtype} {tensor.shape}; the checkpoint and its config disagree")
-    table = e4m3_values()
+    """A matrix of one expert, or of all, with one scale for each block of rows and columns."""
+    *experts, rows, columns = tensor.shape if len(tensor.shape) in (2, 3) else (0, 0)
+    row_blocks, column_blocks = -(-rows // block[0]), -(-columns // block[1])
+    expected = (*experts, row_blocks, column_blocks)
+    if tensor.dtype != "float8_e4m3fn" or scale.dtype not in SCALE_DTYPES or scale.shape != expected:
+        raise ColibriError(f"{where}: {scale.name}: {scale.dtype} {scale.shape}, expected one of "
+                           f"{', '.join(SCALE_DTYPES)} and {expected} for {tensor.name}, {tensor.dtype} "
+                           f"{tensor.shape}; the checkpoint and its config disagree")
+    table, widen = e4m3_values(), SCALE_DTYPES[scale.dtype]
 
     def decode(numbers):
-        scales = np.repeat(scale.array()[numbers // block[0]], block[1], axis=1)[:, :columns]
-        return table[tensor.array()[numbers]] * scales
-    return Decoded(tensor, tensor.shape, decode)
+        place = (numbers // rows, numbers % rows) if experts else (numbers,)
+        scales = widen(scale.array()[(*place[:-1], place[-1] // block[0])])
+        return table[tensor.array()[place]] * np.repeat(scales, block[1], axis=1)[:, :columns]
+    return Decoded(tensor, SCALED_FP8, tensor.shape, decode)
 
 
 def _mxfp4(blocks, scales, where):
-    if (blocks.dtype, scales.dtype) != ("uint8", "uint8") or blocks.shape != (*scales.shape, MXFP4_GROUP // 2):
-        raise ColibriError(f"{where}: {blocks.name}: {blocks.dtype} {blocks.shape}, expected uint8 "
-                           f"{(*scales.shape, MXFP4_GROUP // 2)} from {scales.name}; save the checkpoint again")
+    expected = (*scales.shape, MXFP4_GROUP // 2)
+    if (blocks.dtype, scales.dtype) != ("uint8", "uint8") or len(expected) != 4 or blocks.shape != expected:
+        raise ColibriError(f"{where}: {blocks.name}: {blocks.dtype} {blocks.shape}, expected uint8 [experts, rows, "
+                           f"groups, {MXFP4_GROUP // 2}] around {scales.name}, {scales.dtype} {scales.shape}; save the "
+                           "checkpoint again")
     experts, rows, groups = scales.shape
     pairs = np.stack([FP4[np.arange(256) & 15], FP4[np.arange(256) >> 4]], 1)  # the low half is the first column
 
     def decode(numbers):
         e, r = numbers // rows, numbers % rows
         values = pairs[blocks.array()[e, r]].reshape(len(numbers), groups, MXFP4_GROUP)
-        scale = np.ldexp(np.float32(1), scales.array()[e, r].astype(np.int32) - 127)
-        return (values * scale[:, :, None]).reshape(len(numbers), groups * MXFP4_GROUP)
-    return Decoded(blocks, (experts, rows, groups * MXFP4_GROUP), decode)
+        return (values * e8m0(scales.array()[e, r])[:, :, None]).reshape(len(numbers), groups * MXFP4_GROUP)
+    return Decoded(blocks, MXFP4, (experts, rows, groups * MXFP4_GROUP), decode)
+
+
+def e8m0(bits):
+    """The values of float8_e8m0fnu: powers of two, and NaN."""
+    return np.where(bits == 255, np.nan, np.ldexp(1.0, bits.astype(np.int32) - 127))
 
 
 def e4m3_values():
@@ -87,4 +103,9 @@ def e4m3_values():
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
     size = np.where(bits & 127 == 127, np.nan, size)
-    return np.where(bits & 128, -size, size).astype(np.float32)
+    return np.where(bits & 128, -size, size)
+
+
+# The dtypes of an fp8 matrix's scales, and their float64 values.
+SCALE_DTYPES = {"float32": np.float64, "float16": np.float64, "float8_e8m0fnu": e8m0,
+                "bfloat16": lambda bits: (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)}

@@ -1,6 +1,7 @@
 """Reads .safetensors files: one, or a folder's shards by their index. Names to lazy tensors over the mapped files."""
 
 import json
+from collections import namedtuple
 from math import prod
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from converter.mapped import map_file
 from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor
 from converter.values import once
 
+# A tensor that is not where an index says. file: the shard that is not there, or None. error: a ColibriError.
+Lost = namedtuple("Lost", "name file error")
 MAX_HEADER_BYTES = 100 << 20
+LFS_POINTER = b"version https://git-lfs"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
           "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
           "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"}
@@ -20,6 +24,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 def read_file(path):
     """{name: Tensor} of one file, whose tensors must follow each other without holes or overlap up to its end."""
     data, end = map_file(path), 0
+    if data[:len(LFS_POINTER)] == LFS_POINTER:
+        raise ColibriError(f"{path}: a Git LFS pointer, not the file itself, expected its contents; run git lfs pull")
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8) or data[8:9] != b"{":
         raise _bad(path, f"header_bytes={length}, expected a JSON header within the file's {len(data)} bytes")
@@ -46,31 +52,43 @@ def read_file(path):
     return {name: tensors[name] for name in header}
 
 
-def read_shards(index_path, read=read_file, absent=None):
-    """{name: Tensor} of a folder's *.index.json: every shard that it names, each holding exactly the names it lists.
-
-    absent: a list for the shards that are not there, which are an error without it."""
-    if not Path(index_path).is_file():
-        raise _bad(index_path, "no regular file, expected an index of shards")
+def read_index(path):
+    """{tensor name: file name} of a *.index.json."""
+    if not Path(path).is_file():
+        raise _bad(path, "no regular file, expected an index of shards")
     try:
-        weight_map = json.loads(Path(index_path).read_bytes(), object_pairs_hook=once)["weight_map"]
-        shards = {shard: Path(index_path).parent / shard for shard in dict.fromkeys(weight_map.values())}
+        weight_map = json.loads(Path(path).read_bytes(), object_pairs_hook=once)["weight_map"]
+        shards = {Path(path).parent / shard: shard for shard in weight_map.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _bad(index_path, "not readable, expected JSON with weight_map: {tensor: file}") from None
-    tensors = {}
-    for shard, path in shards.items():
-        if absent is not None and type(shard) is str and Path(shard).name == shard and not path.exists():
-            absent.append(shard)
+        raise _bad(path, "not readable, expected JSON with weight_map: {tensor: file}") from None
+    for file, shard in shards.items():
+        if file.name != shard or file.is_dir():
+            raise _no_shard(path, shard)
+    return weight_map
+
+
+def read_shards(index_path, read=read_file):
+    """({name: Tensor}, {name: Lost}) of the shards that an index names. Lost are tensors of shards that are not there,
+    and those that are in one of shard and index only."""
+    weight_map, tensors, lost = read_index(index_path), {}, {}
+    homes = {}
+    for name, shard in weight_map.items():
+        homes.setdefault(shard, set()).add(name)
+    for shard, named in homes.items():
+        path = Path(index_path).parent / shard
+        if not path.exists():
+            lost.update({name: Lost(name, shard, _no_shard(index_path, shard)) for name in sorted(named)})
             continue
-        if type(shard) is not str or Path(shard).name != shard or not path.is_file():
-            raise _bad(index_path, f"{str(shard)[:100]}: no such file beside it, expected every shard that it names")
-        named = {name for name, home in weight_map.items() if home == shard}
         held = read(path)
-        if held.keys() != named:
-            raise _bad(path, f"{min(held.keys() ^ named)[:100]}: in one of file and {Path(index_path).name} "
-                             "only, expected each tensor in both")
+        for name in sorted(held.keys() ^ named):
+            lost[name] = Lost(name, None, _bad(path, f"{name[:100]}: in one of file and {Path(index_path).name} "
+                                                     "only, expected each tensor in both"))
         tensors.update(held)
-    return {name: tensors[name] for name in weight_map if name in tensors}
+    return {name: tensors[name] for name in dict.fromkeys([*weight_map, *tensors]) if name in tensors}, lost
+
+
+def _no_shard(index_path, shard):
+    return _bad(index_path, f"{shard[:100]}: no such file beside it, expected every shard that it names")
 
 
 def _offsets(entry):

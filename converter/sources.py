@@ -8,15 +8,19 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import evaluate
-from converter import config, names, views
+from converter import config, interleave, names, views
 from converter.names import L
 from converter.pt_reader import Storage, Tensor
 from converter.quantized import decoded
 
-PREFIXES = ("module.", "_orig_mod.")
+# What wrappers of modules put into names: DataParallel, compile, FSDP, activation checkpoints, Lightning's strategies.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
+            "_forward_module"}
+LIGHTNING = "model."  # an attribute of Lightning's modules, and the prefix of many models themselves
+INNER = (LIGHTNING + "model.", LIGHTNING + "transformer.")  # names of a model that stands in that attribute
 Bound = namedtuple("Bound", "sources ignored missing extra")
 NUMBER = re.compile(r"0|[1-9]\d{0,5}")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = tuple(interleave.KEPT)
 
 
 def header_fields(c):
@@ -39,7 +43,9 @@ def header_fields(c):
     fields["fp8_block"] = config.quantization(c)
     types = c.get("layer_types", list, [])
     if fields["window_layers"] != [i for i, kind in enumerate(types) if kind != "full_attention"] and types:
-        raise c.bad("layer_types", types, f"sliding_attention for layers {fields['window_layers']} alone")
+        layers = fields["window_layers"]
+        raise c.bad("layer_types", types, f"sliding_attention for layers {layers} alone" if layers else
+                    f"full_attention alone, since others are not supported in {name} without a sliding window")
     if not fields["dense_layers"]:
         fields["dense_ffn"] = 0
     if fields["window"] >= fields["max_positions"] > 0:  # hides nothing
@@ -78,7 +84,7 @@ def bare_family(tensors, where):
             matched = sum(_template(name.removeprefix(family.prefix))[0] in there for name in tensors)
             candidates.append((matched, family, fields))
     if not candidates:
-        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{_more(tensors)}"
+        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{more(tensors)}"
                            "), expected the MoE layers of one of "
                            f"{', '.join(dict.fromkeys(family.name for family in names.ROWS))}")
     best = max(matched for matched, _, _ in candidates)
@@ -88,7 +94,7 @@ def bare_family(tensors, where):
                for parts in other.tensors.get(key, []) for part in parts}
     whole = [name for name in tensors if _template(name.removeprefix(family.prefix))[0] in foreign]
     if whole:
-        raise ColibriError(f"{where}: {whole[0]}{_more(whole)} of a whole language model, but no config with "
+        raise ColibriError(f"{where}: {whole[0]}{more(whole)} of a whole language model, but no config with "
                            "model_type, expected its config.json beside it; put it there, or name it with --config")
     routing = {key: value for key, value in family.routing.items()
                if all(other.routing.get(key) == value for other, _ in same)}
@@ -156,16 +162,32 @@ def _sizes(family, present, tensors):
 
 
 def stripped(tensors, where):
-    """{name without the prefixes that wrappers put before it: Tensor}."""
+    """{name without what wrappers put into it: Tensor}."""
     result = {}
     for full, tensor in tensors.items():
-        name = full
-        while name.startswith(PREFIXES):
-            name = name.split(".", 1)[1]
-        if name in result:
-            raise ColibriError(f"{where}: {full}: stands for {name}, which is there too; expected each tensor once")
-        result[name] = tensor
+        *words, last = full.split(".")
+        _add(tensor, ".".join([word for word in words if word not in WRAPPERS] + [last]), result, where)
+    wrapped = next((name for name in result if name.startswith(INNER)), None)
+    return _without_lightning(result, wrapped, where) if wrapped else result
+
+
+def _without_lightning(tensors, wrapped, where):
+    """The tensors without the name of Lightning's attribute before the model's own names, of which `wrapped` is one."""
+    result = {}
+    for full, tensor in tensors.items():
+        name = full.removeprefix(LIGHTNING)
+        if name != full and not full.startswith(INNER) and not name.startswith("lm_head."):
+            raise ColibriError(f"{where}: {tensor.name} beside {tensors[wrapped].name}: {LIGHTNING} is the model's own "
+                               "prefix in one and a wrapper's in the other, expected one model; save it apart")
+        _add(tensor, name, result, where)
     return result
+
+
+def _add(tensor, name, tensors, where):
+    if name in tensors:
+        raise ColibriError(f"{where}: {tensor.name}: stands for {name}, as {tensors[name].name} does; expected each "
+                           "tensor once")
+    tensors[name] = tensor
 
 
 def bind(family, tensors, fields, where, keys=None):
@@ -202,11 +224,11 @@ def sources(family, tensors, fields, where, keys=None):
         if keys and min(layers) > 0:
             raise ColibriError(f"{where}: layers from {min(layers)} on, expected the first to be 0; convert the "
                                "checkpoint that has those before it, or rename these")
-        raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{_more(bound.missing)}, expected "
+        raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{more(bound.missing)}, expected "
                            f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers; "
                            "the checkpoint is incomplete")
     if bound.extra:
-        raise ColibriError(f"{where}: extra tensor {bound.extra[0]}{_more(bound.extra)}, expected none from "
+        raise ColibriError(f"{where}: extra tensor {bound.extra[0]}{more(bound.extra)}, expected none from "
                            f"{family.name} with num_layers={fields['num_layers']} and "
                            f"num_experts={fields['num_experts']}; the checkpoint and its config disagree")
     return bound
@@ -227,9 +249,8 @@ def _by_template(family, tensors, fields, where):
     for full, tensor in tensors.items():
         name = full.removeprefix(family.prefix)
         template, layer, expert_id = _template(name)
-        predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
-        tied = template == "lm_head.weight" and fields["tied_embeddings"] and _same(tensor, tensors, family, where)
-        if predicted or tied or _ignored(template, family):
+        if (_left_out(name, family, fields)
+                and (template != "lm_head.weight" or _same(tensor, tensors, family, where))):
             ignored.append(full)
         elif template not in templates:
             raise ColibriError(f"{where}: unknown tensor {full[:100]}, expected {family.name}'s names alone; this "
@@ -243,8 +264,19 @@ def _by_template(family, tensors, fields, where):
     return found, ignored
 
 
-def _ignored(template, family):
-    return any(template == item or (item[-1] == "*" and template.startswith(item[:-1])) for item in family.ignored)
+def needed(lost, family, fields):
+    """Of tensors that are not there, {name: why}, those that are not left out by name."""
+    return {full: why for full, why in lost.items() if not _left_out(full.removeprefix(family.prefix), family, fields)}
+
+
+def _left_out(name, family, fields):
+    """Whether a name is of a tensor that is not used: one of the family's ignored ones, of a layer that predicts further
+    tokens, or an LM head that is the embedding."""
+    template, layer, _ = _template(name)
+    predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
+    tied = template == "lm_head.weight" and fields["tied_embeddings"]
+    return predicted or tied or any(template == item or (item[-1] == "*" and template.startswith(item[:-1]))
+                                    for item in family.ignored)
 
 
 def template(name):
@@ -328,5 +360,6 @@ def _filled(template, layer, e):
     return ".".join(words.get(word, word) for word in template.split("."))
 
 
-def _more(items):
+def more(items):
+    """Says how many there are beside the first."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

@@ -47,7 +47,8 @@ class Values:
     def accept(self, key, allowed):
         value = self._at(key)
         if value is not None and value not in allowed:
-            raise self.bad(key, value, " or ".join(map(json.dumps, allowed)) or "none")
+            rule = " or ".join(map(json.dumps, allowed)) or "a config without it, since it is not supported"
+            raise self.bad(key, value, rule)
 
     def bad(self, key, value, expected):
         return ColibriError(f"{self.where}: {key}={json.dumps(value)[:80]}, expected {expected}; correct the config, "

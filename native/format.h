@@ -122,7 +122,9 @@ typedef struct BinHeader {
     uint32_t tokenizer_crc32;
     uint32_t num_eos;
     uint32_t eos_ids[8];        /* num_eos tokens that end a text */
-    uint32_t reserved[42];      /* 0 */
+    uint32_t add_bos;           /* 1: bos_id begins a prompt, also where tokenizer.json does not put it there */
+    uint32_t bos_id;            /* with add_bos; else 0 */
+    uint32_t reserved[40];      /* 0 */
 } BinHeader;                    /* 512 bytes */
 
 typedef struct BinTensor {

@@ -24,21 +24,22 @@ def numbers(values):
     return b"(" + b"".join(map(integer, values)) + b"t"
 
 
-def tensor(storage, key, numel, offset, shape, strides):
-    """A _rebuild_tensor_v2 call."""
+def tensor(storage, key, numel, offset, shape, strides, metadata=b""):
+    """A _rebuild_tensor_v2 call. metadata: a pickled seventh argument."""
     return (b"ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage") + f"ctorch\n{storage}\n".encode() + text(key)
             + text("cpu") + integer(numel) + b"tQ" + integer(offset) + numbers(shape) + numbers(strides)
-            + b"\x89NtR")
+            + b"\x89N" + metadata + b"tR")
 
 
-def state_dict(arrays):
+def state_dict(arrays, metadata=b""):
     """(pickled dict, {key: bytes}) of arrays; each keeps its strides and has a storage of its own."""
     items, storages = [], {}
     for key, (name, array) in enumerate(arrays.items()):
         order = np.argsort([-stride for stride in array.strides], kind="stable")
         storages[str(key)] = np.ascontiguousarray(array.transpose(order)).tobytes()
         strides = [stride // array.itemsize for stride in array.strides]
-        items.append(text(name) + tensor(CLASSES[array.dtype.str[1:]], str(key), array.size, 0, array.shape, strides))
+        items.append(text(name) + tensor(CLASSES[array.dtype.str[1:]], str(key), array.size, 0, array.shape, strides,
+                                         metadata))
     return b"}(" + b"".join(items) + b"u", storages
 
 

@@ -14,8 +14,8 @@ from reference import fields
 
 from colibri import build
 from colibri.checkpoint import Checkpoint
-from colibri.device import arch, call, driver, gpu
 from colibri.engine import Engine
+from colibri.gpu import arch, call, driver, properties
 from colibri.headers import NATIVE
 from colibri.native import Library
 
@@ -58,7 +58,7 @@ class GpuModel:
     """The model on the GPU, and on the host in the same library. Buffers are read and written as NumPy arrays."""
 
     def __init__(self, model, extra=""):
-        self.context = call("cuDevicePrimaryCtxRetain", gpu().handle)
+        self.context = call("cuDevicePrimaryCtxRetain", properties().handle)
         call("cuCtxSetCurrent", self.context)
         self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.library = Library(library_file(extra, **baked(model)))

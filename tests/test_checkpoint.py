@@ -132,6 +132,9 @@ def set_header(field, value):
     (set_header("num_tensors", 65536), "directory=bytes 512 to 7864832, expected inside"),
     (set_header("header_bytes", 255), "header_bytes=255, expected 512"),
     (set_header("reserved", 1), "reserved=not zero, expected 0"),
+    (set_header("num_eos", 9), "num_eos=9, expected at most 8"),
+    (set_header("add_bos", 2), "add_bos=2, expected 0 or 1"),
+    (set_header("bos_id", 1), "bos_id=1, expected 0 without add_bos"),
     (set_header("version", 3), "version=3, this build reads 1 and 2"),
 ])
 def test_wrong_values_under_a_right_checksum(model, change, message):
@@ -152,6 +155,18 @@ def test_a_stack_has_no_dense_layers(tmp_path):
     path = write_model(tmp_path / "stack.bin", STACK, dense_layers=headers.mask([0]), dense_ffn=64)
     with pytest.raises(ColibriError, match="dense_layers=some, expected none in a bare stack; the file is damaged"):
         Checkpoint(path)
+
+
+def test_bos(model):
+    """A token of the model; a file of before has none."""
+    assert Checkpoint(model).bos is None
+    edit(model, set_header("add_bos", 1))
+    for bos in (255, 0):
+        edit(model, set_header("bos_id", bos))
+        assert Checkpoint(model).bos == bos
+    edit(model, set_header("bos_id", 256))
+    with pytest.raises(ColibriError, match="bos_id=256, expected below vocab_size=256; the file is damaged"):
+        Checkpoint(model)
 
 
 @pytest.mark.parametrize("path", [None, 3.5])

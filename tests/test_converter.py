@@ -15,7 +15,7 @@ import pytest
 from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
 
 from converter import __main__ as converter
-from converter import bin_writer
+from converter import bin_writer, quantized
 from converter.pt_reader import read_checkpoint
 
 DATA = Path(__file__).parent / "data"
@@ -116,6 +116,31 @@ def test_bf16(tmp_path):
         if "experts" in name:
             np.testing.assert_array_equal((array.astype(np.uint32) << 16).view(np.float32), widened[1][name])
     assert widened[1]["layers.1.experts_up"].std() > 0.5
+
+
+def test_fp8_of_a_model_in_other_floats(capsys, tmp_path):
+    """bf16 where the rest is bf16; one product, rounded once, in another --dtype; scales in bf16, f16 and f32."""
+    arrays, products, codes = mixtral_arrays(dtype=np.float32), {}, {"f4": "F32", "f2": "F16", "u2": "BF16", "u1": "F8_E4M3"}
+    generator = np.random.default_rng(8)
+    for i, name in enumerate([name for name in arrays if "experts" in name]):
+        bits, kind = generator.integers(0, 0x7F, arrays[name].shape).astype("u1"), ("u2", "f2", "f4")[i % 3]
+        scale = generator.random((1, 1), np.float32) / 100
+        stored = (scale.view(np.uint32) >> 16).astype("u2") if kind == "u2" else scale.astype(kind)
+        scale = (stored.astype(np.uint32) << 16).view("f4") if kind == "u2" else stored
+        products[name] = quantized.e4m3_values()[bits] * scale.astype(np.float64)
+        arrays |= {name: bits, name + "_scale_inv": stored}
+    path, header, data = tmp_path / "a.safetensors", {}, b""
+    for name, array in arrays.items():
+        header[name] = {"dtype": codes[array.dtype.str[1:]], "shape": array.shape,
+                        "data_offsets": [len(data), len(data) + array.nbytes]}
+        data += array.tobytes()
+    path.write_bytes(len(json.dumps(header)).to_bytes(8, "little") + json.dumps(header).encode() + data)
+    (tmp_path / "a.json").write_text(json.dumps(MIXTRAL_CONFIG))
+    assert "w1.weight: dtype=scaled fp8, expected float32 as in " in refusal(capsys, path, tmp_path / "a.bin")
+    for dtype, kind in (("f16", np.float16), ("f32", np.float32)):
+        _, got = convert(path, tmp_path / f"{dtype}.bin", "--dtype", dtype)
+        check_mixtral(got, {name: products.get(name, array).astype(kind) if array.ndim == 2 and "moe.gate" not in name
+                            else array for name, array in arrays.items()}, 2, 3)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["expect"] != "ok"])

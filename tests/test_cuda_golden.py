@@ -8,9 +8,9 @@ import pytest
 from conftest import ROOT, program
 from test_golden import GOLDEN, GPT, PROMPTS, assert_same_experts, error, logits_of
 
-from colibri import device
 from colibri.engine import Engine
 from colibri.errors import ColibriError
+from colibri.gpu import call
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def test_gpt_style_layer(gpt_moe_32, activation):
         assert error(staged, GPT[f"layer0_{activation}"]) < 2e-3
         assert_same_experts(engine.state("expert_ids", len(x)), GPT["layer0_ids"], GPT["layer0_router_logits"])
         np.testing.assert_array_equal(engine.stack(engine.pin(x.copy())), staged)
-        np.testing.assert_array_equal(engine.stack(engine.memory._registered[0][2:7]), staged[2:7])
+        np.testing.assert_array_equal(engine.stack(engine.memory.gpu._registered[0][2:7]), staged[2:7])
 
 
 def decode(engine, count=20):
@@ -79,7 +79,7 @@ def test_every_dispatch_gives_the_same_bits(moe_32):
         with Engine(moe_32, backend="cuda", dispatch=dispatch) as engine:
             results[dispatch] = decode(engine)
             np.testing.assert_array_equal(decode(engine), results[dispatch])
-            statistics[dispatch] = engine.memory.graphs.statistics()
+            statistics[dispatch] = engine.memory.launcher.graphs.statistics()
     np.testing.assert_array_equal(results["combo"], results["device"])
     np.testing.assert_array_equal(results["dynamic"], results["device"])
     assert statistics["device"]["hits"] > 20 and statistics["dynamic"]["graphs"] == 0
@@ -91,10 +91,10 @@ def test_precapture_leaves_no_misses(moe_32):
         with Engine(moe_32, backend="cuda", dispatch=dispatch) as engine, engine.session() as session:
             engine.step([(session, b"A man")])
             engine.precapture()
-            before = engine.memory.graphs.statistics()
+            before = engine.memory.launcher.graphs.statistics()
             for token in b"went to":
                 session.decode(token)
-            after = engine.memory.graphs.statistics()
+            after = engine.memory.launcher.graphs.statistics()
             assert after["misses"] == before["misses"] and after["hits"] > before["hits"]
             assert dispatch == "device" or before["graphs"] >= 6 * 496
 
@@ -139,9 +139,9 @@ def test_memory_is_flat(gpu):
         for session in sessions:
             session.close()
     steps(20)
-    before = device.call("cuMemGetInfo")[0]
+    before = call("cuMemGetInfo")[0]
     steps(100)
-    assert device.call("cuMemGetInfo")[0] >= before - (4 << 20)
+    assert call("cuMemGetInfo")[0] >= before - (4 << 20)
 
 
 def test_nan_in_the_router_names_layer_and_token(moe_32, tmp_path):

@@ -173,7 +173,7 @@ def test_every_dispatch_gives_the_same_bits(files, name):
         with Engine(files[name], backend="cuda", dispatch=dispatch) as engine:
             if dispatch == "combo":
                 engine.precapture()
-                made = engine.memory.graphs.statistics()["graphs"]
+                made = engine.memory.launcher.graphs.statistics()["graphs"]
             results[dispatch] = steps(engine)
     assert made == 2 + combinations  # the first part, the one after the dense layer, and the others
     error = np.linalg.norm(results["device"] - expected, axis=1) / np.linalg.norm(expected, axis=1)

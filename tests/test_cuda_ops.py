@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from colibri import device
+from colibri import gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -121,7 +121,7 @@ def test_upload(pair, num_bytes, num_threads):
     """Through chunks so small that each is filled many times; what lies behind the target stays."""
     source = pair.rng.integers(0, 256, num_bytes).astype(np.uint8)
     memory, chunks = pair.gpu.memory, np.empty(num_threads * 2 * 512, np.uint8)
-    with device.temporary(num_bytes + 100) as target:
+    with gpu.temporary(num_bytes + 100) as target:
         memory.write(target, np.full(num_bytes + 100, 7, np.uint8))
         pair.gpu.library.upload(target, source.ctypes.data, num_bytes, chunks.ctypes.data, 512, num_threads,
                                 memory.stream)

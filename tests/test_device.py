@@ -1,5 +1,6 @@
 """What the GPU's side says and does on machines that lack something, with a made-up driver; no GPU is needed."""
 
+import ctypes
 import enum
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 from conftest import DATA, ROOT, program
 from synthetic import write_model
 
-from colibri import build, device, doctor, engine, headers, native
+from colibri import build, device, doctor, engine, gpu, headers, launch, native
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
@@ -35,8 +36,9 @@ class Driver(types.SimpleNamespace):
         attributes = types.SimpleNamespace(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0,
                                            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1)
         ok = Status.CUDA_SUCCESS
+        modes = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
         super().__init__(**{
-            "CUresult": Status, "CUdevice_attribute": attributes,
+            "CUresult": Status, "CUstreamCaptureMode": modes, "CUdevice_attribute": attributes,
             "cuInit": lambda _: (ok,), "cuDeviceGet": lambda _: (ok, 0), "cuDeviceTotalMem": lambda _: (ok, 8 << 30),
             "cuDeviceGetName": lambda *_: (ok, b"Made-up GPU\0"), "cuDriverGetVersion": lambda: (ok, version),
             "cuDeviceGetAttribute": lambda which, _: (ok, capability[which]), **calls})
@@ -46,10 +48,11 @@ class Driver(types.SimpleNamespace):
 def use(monkeypatch):
     """A function that puts a driver in place; what was found out about the last one is forgotten."""
     def put(driver):
-        device.gpu.cache_clear()
-        monkeypatch.setattr(device, "driver", lambda: driver)
+        gpu.properties.cache_clear()
+        for module in (gpu, launch):
+            monkeypatch.setattr(module, "driver", lambda: driver)
     yield put
-    device.gpu.cache_clear()
+    gpu.properties.cache_clear()
 
 
 def library(cuda_arch, path=b"cuda sm_90, CUDA 13.0"):
@@ -62,7 +65,7 @@ def library(cuda_arch, path=b"cuda sm_90, CUDA 13.0"):
                                               ((9, 0), "sm_90"), ((10, 3), "sm_100"), ((12, 1), "sm_120")])
 def test_arch(use, capability, arch):
     use(Driver(capability))
-    assert device.arch() == arch
+    assert gpu.arch() == arch
 
 
 def fails(error):
@@ -93,7 +96,7 @@ def fails(error):
 def test_each_lack_has_its_line(use, driver, line):
     use(driver)
     with pytest.raises(ColibriError) as error:
-        device.arch()
+        gpu.arch()
     assert str(error.value) == line
 
 
@@ -106,20 +109,25 @@ def test_each_lack_has_its_line(use, driver, line):
 def test_library_that_cannot_run(use, driver, built, line):
     use(driver)
     with pytest.raises(ColibriError) as error:
-        device.check_library(library(built))
+        gpu.check_library(library(built))
     assert str(error.value) == line
 
 
 def test_library_that_can_run(use):
     use(Driver((8, 9)))
-    device.check_library(library(86))
+    gpu.check_library(library(86))
+
+
+LIBRARY = types.SimpleNamespace(headers=headers.default(), forward_part=print, forward=print, forward_stack=print,
+                                baked={"k": 2, "num_experts": 4, "vocab_size": 9})
 
 
 def memory_of(driver, use):
     """A DeviceMemory without its context."""
     use(driver)
-    memory = object.__new__(device.DeviceMemory)
-    memory._stream, memory._steps, memory._open, memory._enter = None, 12, lambda: None, lambda: None
+    opening = types.SimpleNamespace(chunks=None, elapsed=lambda: 0.0)
+    memory = device.DeviceMemory(LIBRARY, opening)
+    memory.gpu.open, memory.gpu.enter, memory.gpu.stream, memory.launcher.num_steps = lambda: None, lambda: None, None, 12
     return memory
 
 
@@ -145,12 +153,11 @@ def test_capture_ends_also_after_an_error(use):
     memory = memory_of(Driver(cuStreamBeginCapture=lambda *_: (Status.CUDA_SUCCESS,),
                               cuStreamEndCapture=lambda _: (Status.CUDA_SUCCESS, 7),
                               cuGraphDestroy=lambda graph: (ended.append(graph) or Status.CUDA_SUCCESS,)), use)
-    memory._capture_mode = None
 
     def broken():
         raise ColibriError("launch")
     with pytest.raises(ColibriError, match="launch"):
-        memory._capture(broken)
+        memory.launcher.capture(broken)
     assert ended == [7]
 
 
@@ -160,7 +167,7 @@ def test_graph_that_cannot_be_made_is_not_kept(use, failing):
     use(Driver(**{"cuGraphGetNodes": lambda *_: (ok, None, 3), "cuGraphInstantiate": lambda *_: (ok, 8),
                   "cuGraphDestroy": lambda graph: (destroyed.append(graph) or ok,), failing: no_memory}))
     with pytest.raises(ColibriError, match=f"GPU: {failing}=CUDA_ERROR_OUT_OF_MEMORY"):
-        device.Graph(7, 5)
+        launch.Graph(7, 5)
     assert destroyed == [7]
 
 
@@ -171,9 +178,8 @@ def test_status_that_is_newer_than_cuda_python(use, name):
         "cuStreamBeginCapture": lambda *_: (ok,), "cuStreamEndCapture": lambda _: (ok, 7),
         "cuGraphGetNodes": lambda *_: (ok, None, 3), "cuGraphInstantiate": lambda *_: (ok, 8),
         "cuGraphDestroy": lambda _: (ok,), "cuGraphLaunch": lambda *_: (ok,), name: fails(ValueError("999999 is not a valid CUresult"))}), use)
-    memory._capture_mode = None
     with pytest.raises(ColibriError, match=f"^GPU: {name}: 999999 is not a valid CUresult, expected CUDA_SUCCESS; "):
-        memory._capture(lambda: None).launch()
+        memory.launcher.capture(lambda: None).launch()
         memory.sync()
 
 
@@ -182,16 +188,16 @@ def test_too_many_combinations_are_not_made_ahead(use):
     model = np.zeros(1, headers.default().structs["Model"])
     model["header"]["num_layers"] = 1
     memory = memory_of(Driver(), use)
-    memory.dispatch, memory.graphs = "combo", None
-    memory._library = types.SimpleNamespace(headers=headers.default(), forward_part=print, forward=print,
-                                            baked={"k": 8, "num_experts": 128, "vocab_size": 9})
+    memory.launcher.dispatch = "combo"
+    memory.launcher._library = types.SimpleNamespace(**{**vars(LIBRARY), "baked": {"k": 8, "num_experts": 128,
+                                                                                   "vocab_size": 9}})
     with pytest.raises(ColibriError, match="--precapture: 1429702652400 graphs of combinations of experts, expected at "
                                            "most 8192; leave it out, "):
         memory.precapture(model.ctypes.data)
 
 
 def test_buckets():
-    sizes = device.buckets(100)
+    sizes = launch.buckets(100)
     assert sizes[:10] == [0, 1, 2, 4, 4, 8, 8, 8, 8, 16] and sizes[64:67] == [64, 100, 100] and len(sizes) == 101
 
 
@@ -244,7 +250,7 @@ class HostGpu:
     def __init__(self, **calls):
         """calls: those that are otherwise."""
         ok, self.held, self._thread = Status.CUDA_SUCCESS, {}, threading.local()
-        flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+        flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
 
         def enter(context):
             self._thread.context = context
@@ -263,11 +269,11 @@ class HostGpu:
             return ok, block.ctypes.data
 
         def copy(to, start, size, _=None):
-            device.ctypes.memmove(to, start, size)
+            ctypes.memmove(to, start, size)
             return (ok,)
         free = within(lambda address: (ok if self.held.pop(address) is not None else None,))
         self.driver = Driver(
-            CUstream_flags=flags, CUstreamCaptureMode=flags, CU_MEMHOSTREGISTER_DEVICEMAP=2,
+            CUstream_flags=flags, CU_MEMHOSTREGISTER_DEVICEMAP=2,
             CU_MEMHOSTALLOC_DEVICEMAP=2, cuCtxSetCurrent=enter, cuMemGetInfo=lambda: (ok, 1 << 40, 1 << 40),
             cuDevicePrimaryCtxRetain=lambda _: self.held.update(context=1) or (ok, 1),
             cuDevicePrimaryCtxRelease=lambda _: (ok, self.held.pop("context"))[:1],
@@ -278,7 +284,7 @@ class HostGpu:
             cuStreamSynchronize=within(lambda _: (ok,)), cuMemAlloc=within(allocate), cuMemFree=free,
             cuMemHostAlloc=within(allocate), cuMemFreeHost=free,
             cuMemsetD8Async=within(lambda address, value, size, _: (
-                device.ctypes.memset(address, value, size) and ok,)),
+                ctypes.memset(address, value, size) and ok,)),
             cuMemcpyHtoDAsync=within(copy), cuMemcpyDtoH=within(copy))
         vars(self.driver).update(calls)
 
@@ -292,17 +298,17 @@ def no_memory(*_):
 def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32, refused):
     """The GPU's context is given back, and what was page-locked, where that is not refused; where the run asks for a
     GPU in any way, it is an error."""
-    gpu = HostGpu(cuMemGetInfo=lambda: (Status.CUDA_SUCCESS, 1 << 20, 8 << 30), **refused)
-    use(gpu.driver)
+    made = HostGpu(cuMemGetInfo=lambda: (Status.CUDA_SUCCESS, 1 << 20, 8 << 30), **refused)
+    use(made.driver)
     monkeypatch.setattr(engine, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened, opened.session() as session:
-        assert opened.path.startswith("host") and not gpu.held
+        assert opened.path.startswith("host") and not made.held
         assert opened.why_host.startswith("GPU memory: ") and "0.00 GiB free; lower --batch-size" in opened.why_host
         assert np.isfinite(session.prefill(b"hello")).all()
     for asked in ({"backend": "cuda"}, {"dispatch": "combo"}):
         with pytest.raises(ColibriError, match="GPU memory: .* GiB needed"):
             engine.Engine(moe_32, **asked)
-        assert not gpu.held
+        assert not made.held
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
@@ -310,12 +316,12 @@ def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32,
                                      "cuMemAlloc"])
 def test_nothing_is_kept_where_a_call_fails(use, monkeypatch, moe_32, failing):
     """Contexts, page-locked memory, streams; the driver's memory runs out later where only page-locking is refused."""
-    gpu = HostGpu(**{"cuMemAlloc": no_memory, failing: no_memory})
-    use(gpu.driver)
+    made = HostGpu(**{"cuMemAlloc": no_memory, failing: no_memory})
+    use(made.driver)
     monkeypatch.setattr(engine, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened:
         named = "cuMemAlloc" if failing == "cuMemHostRegister" else failing
-        assert opened.why_host.startswith(f"GPU: {named}=CUDA_ERROR_OUT_OF_MEMORY") and not gpu.held
+        assert opened.why_host.startswith(f"GPU: {named}=CUDA_ERROR_OUT_OF_MEMORY") and not made.held
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
@@ -344,23 +350,23 @@ def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
 @pytest.fixture
 def made_up(use, monkeypatch):
     """A HostGpu with the host's library in the place of its own, for --dispatch dynamic."""
-    gpu, opened = HostGpu(), engine.open_library
-    use(gpu.driver)
+    made, opened = HostGpu(), engine.open_library
+    use(made.driver)
 
     def library_of(checkpoint, arch, build_missing):
         library = opened(checkpoint, "host", build_missing)
         library.headers.constants["COLIBRI_CUDA"] = library.headers.constants["COLIBRI_HOST"]
 
         def upload(target, source, size, chunks, chunk_bytes, num_threads, stream):
-            assert gpu.held[f"locked {chunks}"] and stream == 5 and chunk_bytes * num_threads > 0
-            device.ctypes.memmove(target, source, size)
+            assert made.held[f"locked {chunks}"] and stream == 5 and chunk_bytes * num_threads > 0
+            ctypes.memmove(target, source, size)
         library.upload = upload
         return library
     monkeypatch.setattr(engine, "open_library", library_of)
-    monkeypatch.setattr(device, "check_library", lambda _: None)
-    monkeypatch.setattr(device, "buckets", lambda count: list(range(count + 1)))
+    monkeypatch.setattr(gpu, "check_library", lambda _: None)
+    monkeypatch.setattr(launch, "buckets", lambda count: list(range(count + 1)))
     monkeypatch.setattr(engine, "GPU_NODES", ("/",))
-    return gpu
+    return made
 
 
 def test_engine_over_a_made_up_gpu(made_up, moe_32):
@@ -390,7 +396,7 @@ def test_what_another_thread_opened(made_up, moe_32):
     array = np.zeros(4096, np.float32)
     assert in_thread(used.pin, array) is array and f"locked {array.ctypes.data}" in made_up.held
     made_up.driver.cuEventCreate = made_up.within(fails(ColibriError("here")))
-    for call in (lambda: used.memory.read_bandwidth(used.checkpoint, 1), used.memory.pinned_rate):
+    for call in (lambda: used.memory.read_bandwidth(used.checkpoint, 1), lambda: used.memory.gpu.pinned_rate(4096)):
         with pytest.raises(ColibriError, match="here"):
             call()
     used.close()
@@ -438,18 +444,17 @@ def test_parts_of_a_step_follow_the_layers_routers(use, dense, combinations):
 
     def copy(to, start, size, _):
         assert (start, size) == (77, 8)
-        device.host_array(to, size).view(np.int32)[:] = next(chosen)
+        gpu.host_array(to, size).view(np.int32)[:] = next(chosen)
         log.append("copy")
         return (ok,)
     pinned = np.zeros(8, np.uint8)
     memory = memory_of(Driver(cuMemcpyDtoHAsync=copy, cuStreamSynchronize=lambda _: (ok,), CU_MEMHOSTALLOC_DEVICEMAP=2,
                               cuMemHostAlloc=lambda size, _: (ok, pinned.ctypes.data)), use)
-    memory.dispatch, memory._routing, memory._pinned = "combo", {}, []
-    memory._library = types.SimpleNamespace(headers=headers.default(), forward_part=print, forward=print,
-                                            baked={"k": 2, "num_experts": 4, "vocab_size": 9})
-    memory.graphs = types.SimpleNamespace(get_or_create=lambda key, _: log.append(key[2:]),
-                                          create=lambda key, _: made.append(key[2:]))
-    memory._launch_combinations(model.ctypes.data, 1, 1)
+    launcher = memory.launcher
+    launcher.dispatch = "combo"
+    launcher.graphs = types.SimpleNamespace(get_or_create=lambda key, _: log.append(key[2:]),
+                                            create=lambda key, _: made.append(key[2:]))
+    launcher._launch_combinations(model.ctypes.data, 1, 1)
     routed = iter([(1, 3), (0, 2), (2, 3)])
     expected = [(0, ())]
     for part in (1, 2, 3):

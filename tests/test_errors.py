@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import text_models
+import tokenizers
 from conftest import ROOT, program
 from synthetic import STACK, seal, write_model
 
@@ -426,6 +428,21 @@ def test_closed_full_and_endless_streams(place, options, redirection, message):
     run = subprocess.run(["bash", "-c", command], cwd=place, check=False, capture_output=True, text=True, timeout=60,
                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"{message}\n" if message else "")
+
+
+def test_prompts_that_the_models_tokenizer_does_not_take(place):
+    """Before a library is built."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{number}": number for number in range(4)}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    text_models.chain(place / "words", {}, 3, tokenizer=words.to_str())
+    assert program("converter", "words", "words.bin", "--force", cwd=place).returncode == 0
+    for prompt, line in ((b"w1 w3", "--prompt: token 'w3' is 3, expected 0 to 2, which the model has; leave it out"),
+                         (b"w1 x", ("--prompt: WordLevel error: Missing [UNK] token from the vocabulary, expected text that "
+                                    "the model's tokenizer takes; change it")),
+                         (b"w1 \xff", "--prompt: not UTF-8, expected text; convert it first")):
+        write("prompt.txt", prompt)
+        run = program("colibri.run", "--model", "words.bin", "--no-build", "--prompt", "@prompt.txt", cwd=place)
+        assert line_of(run) == line
 
 
 def test_full_stdout(place):

@@ -165,7 +165,7 @@ def message(text):
      "max_tokens: 600, expected at most 512 after a prompt of 1 token in a context of 512; lower it"),
     ("completions", {"model": MODEL, "prompt": "x", "max_new_tokens": 5},
      ('"max_new_tokens": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, '
-      "seed, stream, deadline_ms, max_tokens")),
+      "seed, stream, deadline_ms, max_tokens, add_special_tokens")),
     ("completions", {"model": MODEL, "prompt": ["a", "b"]}, "prompt: 2 prompts, expected one; send a request for each"),
     ("completions", {"model": MODEL, "prompt": 5}, "prompt: 5, expected a string"),
     ("completions", {"model": MODEL, "prompt": [300]}, "prompt: 300, expected 0 to 255"),
@@ -180,7 +180,7 @@ def message(text):
      'stream_options: expected {"include_usage": true} and "stream": true'),
     ("completions", {"model": MODEL, "prompt": "x", "messages": []},
      ('"messages": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, seed, '
-      "stream, deadline_ms, max_tokens")),
+      "stream, deadline_ms, max_tokens, add_special_tokens")),
     ("chat/completions", {"model": MODEL}, "messages: missing, expected a list of messages"),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\ud83d"}]},
      "messages: half a surrogate pair, expected text; send whole characters"),

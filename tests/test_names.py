@@ -66,10 +66,57 @@ def test_mixtral_parts(tmp_path):
     assert {name: fields[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+WRAPPERS = ["module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_fsdp_wrapped_module._fpw_module.",
+            "_checkpoint_wrapped_module.", "module._orig_mod.", "_forward_module.module."]
+
+
+@pytest.mark.parametrize("prefix", [*WRAPPERS, "model.", "module.model.", "model.module.", "model._orig_mod."])
 def test_prefixes_are_stripped(tmp_path, prefix):
-    fields, _ = plan(tmp_path, {prefix + name: array for name, array in gpt_arrays().items()}, None, FLAGS)
-    assert fields["num_experts"] == 3
+    arrays = gpt_arrays()
+    _, sources = plan(tmp_path, {prefix + name: array for name, array in arrays.items()}, None, FLAGS)
+    expert = sources["layers.1.experts_up"][2][0]
+    np.testing.assert_array_equal(expert.array(), arrays[EXPERT])
+    assert expert.name == prefix + EXPERT  # in errors
+
+
+@pytest.mark.parametrize("word", WRAPPERS)
+@pytest.mark.parametrize("place", range(5))
+def test_wrappers_within_names(tmp_path, word, place):
+    arrays, wrapped = mixtral_arrays(), {}
+    for name, array in arrays.items():
+        words = name.split(".")
+        at = min(place, len(words) - 1)
+        wrapped[".".join(words[:at] + [word + words[at]] + words[at + 1:])] = array
+    _, sources = plan(tmp_path, wrapped, MIXTRAL_CONFIG)
+    for key, name in (("embed", "model.embed_tokens.weight"), ("lm_head", "lm_head.weight"),
+                      ("layers.1.router", "model.layers.1.block_sparse_moe.gate.weight")):
+        np.testing.assert_array_equal(sources[key][0][0].array(), arrays[name])
+
+
+@pytest.mark.parametrize("wrapper", ["", "_forward_module.", "module."])
+def test_lightnings_model_before_all_names(tmp_path, wrapper):
+    arrays = mixtral_arrays()
+    _, sources = plan(tmp_path, {f"{wrapper}model.{name}": array for name, array in arrays.items()}, MIXTRAL_CONFIG)
+    np.testing.assert_array_equal(sources["lm_head"][0][0].array(), arrays["lm_head.weight"])
+    np.testing.assert_array_equal(sources["layers.1.qkv"][0][1].array(),
+                                  arrays["model.layers.1.self_attn.k_proj.weight"])
+
+
+@pytest.mark.parametrize("name, cause", [
+    ("model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.block_sparse_moe.gate.weight beside model.model."),
+    ("model.embed_tokens.weight", "model.embed_tokens.weight beside model.model."),
+    ("lm_head.weight", "lm_head.weight: stands for lm_head.weight, as model.lm_head.weight does"),
+    ("module.model.model.norm.weight", ": stands for model.model.norm.weight, as model.model.norm.weight does"),
+    ("ema.model.norm.weight", "unknown tensor ema.model.norm.weight")])
+def test_two_readings_of_model_are_refused(tmp_path, name, cause):
+    arrays = {f"model.{name}": array for name, array in mixtral_arrays().items()}
+    arrays[name] = np.ones((3, 10), np.float16)
+    assert cause in refusal(tmp_path, arrays, MIXTRAL_CONFIG)
+
+
+def test_a_tensor_called_as_a_wrapper(tmp_path):
+    assert "unknown tensor transformer.h.0.module" in refusal(
+        tmp_path, {**gpt_arrays(), "transformer.h.0.module": np.ones(3, np.float16)}, None, FLAGS)
 
 
 def test_ignored_names(tmp_path):
@@ -147,6 +194,19 @@ def test_tensors_are_used_or_named(tmp_path, arrays, cause):
 def test_configs_that_cannot_be_right(tmp_path, change, cause):
     message = refusal(tmp_path, mixtral_arrays(), {**MIXTRAL_CONFIG, **change})
     assert cause in message and str(tmp_path / "model.") in message
+
+
+@pytest.mark.parametrize("model_type, change, cause", [
+    ("olmoe", {"sliding_window": 32}, "sliding_window=32, expected a config without it, since it is not supported; "),
+    ("olmoe", {"head_dim": 6}, "head_dim=6, expected a config without it, since it is not supported; "),
+    ("granitemoe", {"sliding_window": 32}, "sliding_window=32, expected a config without it, since it is not supported"),
+    ("olmoe", {"layer_types": ["full_attention", "sliding_attention"]},
+     ('layer_types=["full_attention", "sliding_attention"], expected full_attention alone, since others are not '
+      "supported in olmoe without a sliding window; ")),
+    ("mixtral", {"layer_types": ["linear_attention"] * 2}, "since others are not supported in mixtral without")])
+def test_what_is_not_supported_is_called_so(tmp_path, model_type, change, cause):
+    values = {**without(MIXTRAL_CONFIG, "head_dim", "sliding_window"), "model_type": model_type, "hidden_size": 24}
+    assert cause in refusal(tmp_path, mixtral_arrays(), {**values, **change})
 
 
 @pytest.mark.parametrize("missing, flag", [("k", "--k"), ("activation", "--activation"),

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import pickle
+import re
 import time
 import tracemalloc
 import zipfile
@@ -10,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from converter_files import integer, state_dict, tensor, text, write_pt, write_zip
+from converter_files import gpt_arrays, integer, state_dict, tensor, text, write_pt, write_zip
 
 from colibri.errors import ColibriError
+from converter.__main__ import main
 from converter.pt_reader import read_checkpoint
 
 CASES = Path(__file__).parent / "data" / "pt"
@@ -94,6 +97,137 @@ def test_two_state_dicts_are_ambiguous(tmp_path):
     pickled, storages = state_dict({"w": MATRIX})
     path = write_zip(tmp_path / "a.pt", b"}(" + text("model") + pickled + text("module") + pickled + b"u", storages)
     assert "model and module" in refusal(path)
+
+
+@pytest.mark.parametrize("wrap", ["model", "module", "state_dict", "model_state_dict"])
+@pytest.mark.parametrize("first", [False, True])
+def test_the_model_beside_an_optimizer_and_averages(tmp_path, wrap, first):
+    arrays = {name: np.random.default_rng(len(name)).standard_normal((3, 5)).astype("f4")
+              for name in ("w", "exp_avg", "ema", "model_ema")}
+    stored = {name: tensor("FloatStorage", name, 15, 0, (3, 5), (5, 1)) for name in arrays}
+    others = b"".join(text(name) + b"}" + text("w") + stored[name] + b"s" for name in ("ema", "model_ema"))
+    others += text("optimizer") + b"}" + text("state") + b"}K\0}" + text("exp_avg") + stored["exp_avg"] + b"sss"
+    others += text("rng_state") + tensor("FloatStorage", "w", 15, 0, (7,), (1,))  # a counter or the like
+    model = text(wrap) + b"}" + text("w") + stored["w"] + b"s"
+    body = b"}(" + (others + model if first else model + others) + b"u"
+    named = read(write_zip(tmp_path / "a.pt", body, {name: array.tobytes() for name, array in arrays.items()}))
+    assert list(named) == ["w"]
+    np.testing.assert_array_equal(named["w"], arrays["w"])
+
+
+@pytest.mark.parametrize("entry, cause", [
+    (text("layer.w") + tensor("FloatStorage", "0", 12, 0, (12,), (1,)), r"under model and beside it \(layer\.w\)"),
+    (text("w") + tensor("FloatStorage", "0", 12, 0, (3, 4), (4, 1)), r"under model and beside it \(w\)")])
+def test_weights_beside_the_model_are_ambiguous(tmp_path, entry, cause):
+    pickled, storages = state_dict({"v": MATRIX})
+    path = write_zip(tmp_path / "a.pt", b"}(" + text("model") + pickled + entry + b"u", storages)
+    assert re.search(cause, refusal(path))
+
+
+def test_a_wrapper_without_tensors_is_none(tmp_path):
+    pickled, storages = state_dict({"w": MATRIX})
+    body = b"}(" + text("model") + b"}" + text("name") + text("x") + b"s" + text("state_dict") + pickled + b"u"
+    assert list(read(write_zip(tmp_path / "a.pt", body, storages))) == ["w"]
+
+
+def test_dicts_within_the_state_dict(tmp_path):
+    one = tensor("FloatStorage", "0", 12, 0, (3, 4), (4, 1))
+    nested = b"}(" + text("b") + b"}" + text("w") + one + b"s" + text("b.w") + one + b"u"
+    body = b"}" + text("model") + b"}" + text("a") + nested + b"ss"
+    assert "a.b.w: there twice" in refusal(write_zip(tmp_path / "a.pt", body, {"0": MATRIX.tobytes()}))
+    deep = b"".join(b"}" + text("a" * 50) for _ in range(12)) + one + b"s" * 12
+    body = b"}" + text("model") + deep + b"s"
+    assert "a name of 509 characters" in refusal(write_zip(tmp_path / "b.pt", body, {"0": MATRIX.tobytes()}))
+
+
+@pytest.mark.parametrize("value, cause", [
+    (pickle.dumps(np.ones(3), 2)[2:-1], "numpy arrays"), (pickle.dumps([np.ones(3)], 2)[2:-1], "numpy arrays"),
+    (b"]" + tensor("FloatStorage", "0", 12, 0, (3,), (1,)) + b"a", "tensors"),
+    (b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + integer(12) + b"tQ", "storages")])
+def test_numbers_under_a_parameters_name_are_not_left_out(tmp_path, value, cause):
+    pickled, storages = state_dict({"layer.w": MATRIX})
+    path = write_zip(tmp_path / "a.pt", pickled[:-1] + text("layer.bias") + value + b"u", storages)
+    assert f"layer.bias: {cause} in the place of a tensor" in refusal(path)
+    path = write_zip(tmp_path / "b.pt", pickled[:-1] + text("rng") + value + b"u", storages)
+    assert list(read(path)) == ["layer.w"]
+
+
+NEG = b"}" + text("neg") + b"\x88s"
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "u2"])  # u2: bfloat16
+def test_the_negative_bit_turns_signs(tmp_path, dtype):
+    generator = np.random.default_rng(5)
+    block = generator.standard_normal((5, 7, 3))
+    block[2, 3, 1] = 0
+    block = generator.integers(0, 1 << 16, block.shape, "u2") if dtype == "u2" else block.astype(dtype)
+    arrays = {"a.w": block, "a.t": block.transpose(2, 0, 1), "a.v": block[0, 0].copy(), "a.e": block[:0].copy()}
+    signs = np.array(1 << 8 * block.itemsize - 1, f"u{block.itemsize}")
+    checkpoint = read_checkpoint(write_zip(tmp_path / "a.pt", *state_dict(arrays, NEG)))
+    for name, array in arrays.items():
+        expected = (np.ascontiguousarray(array).view(signs.dtype) ^ signs).view(dtype)
+        assert checkpoint[name].array().tobytes() == expected.tobytes()
+        for start in range(len(array) - 1):
+            assert checkpoint[name].rows(start, start + 2).tobytes() == expected[start:start + 2].tobytes()
+
+
+def test_the_negative_bit_of_part_of_a_storage_and_a_parameter(tmp_path):
+    view = tensor("FloatStorage", "0", 12, 5, (2, 3), (4, 1), NEG)
+    parameter = b"ctorch._utils\n_rebuild_parameter\n(" + view + b"\x88NtR"
+    fp8 = (b"ctorch._utils\n_rebuild_tensor_v3\n((" + text("storage") + b"ctorch.storage\nUntypedStorage\n" + text("0")
+           + text("cpu") + integer(48) + b"tQ" + integer(5) + b"K\x02K\x03\x86K\x04K\x01\x86\x89Nctorch\nfloat32\n"
+           + NEG + b"tR")
+    for number, body in enumerate((view, parameter, fp8)):
+        path = write_zip(tmp_path / f"{number}.pt", b"}" + text("w") + body + b"s", {"0": MATRIX.tobytes()})
+        np.testing.assert_array_equal(read(path)["w"], -MATRIX.ravel()[5:12].copy()[[[0, 1, 2], [4, 5, 6]]])
+
+
+def test_negated_checkpoints_convert(tmp_path):
+    """Strided views of them too: the result is that of the numbers as they are."""
+    arrays = {name: np.asfortranarray(array) for name, array in gpt_arrays(hidden=70, dtype=np.float32).items()}
+    write_zip(tmp_path / "a.pt", *state_dict({name: -array for name, array in arrays.items()}, NEG))
+    write_pt(tmp_path / "b.pt", arrays)
+    for name in "ab":
+        assert main([f"{tmp_path}/{name}.pt", f"{tmp_path}/{name}.bin", "--k", "2", "--activation", "gelu",
+                     "--renormalize"]) == 0
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+
+
+def test_damage_behind_the_negative_bit_is_found(tmp_path):
+    path = write_zip(tmp_path / "a.pt", *state_dict({"w": MATRIX}, NEG))
+    data = bytearray(path.read_bytes())
+    data[data.index(MATRIX.tobytes()) + 7] ^= 16
+    path.write_bytes(data)
+    assert "data/0: CRC-32=" in refusal(path)
+
+
+def with_metadata(path, metadata, dtype="FloatStorage", size=4):
+    body = tensor(dtype, "0", 12, 0, (3, 4), (4, 1), metadata)
+    return write_zip(path, b"}" + text("w") + body + b"s", {"0": MATRIX.tobytes() * (size // 4)})
+
+
+@pytest.mark.parametrize("metadata", [b"}", b"N", b"}" + text("neg") + b"\x89s", b"}" + text("conj") + b"\x89s",
+                                      b"}" + text("x") + b"Ns", b"ccollections\nOrderedDict\n)R"])
+def test_metadata_that_says_nothing(tmp_path, metadata):
+    np.testing.assert_array_equal(read(with_metadata(tmp_path / "a.pt", metadata))["w"], MATRIX)
+
+
+@pytest.mark.parametrize("metadata, cause", [
+    (b"}" + text("conj") + b"\x88s", "w: a tensor with the conj bit"),
+    (b"}(" + text("neg") + b"\x88" + text("conj") + b"\x88u", "w: a tensor with the conj bit"),
+    (b"}" + text("zoom") + b"\x88s", "w: a tensor with the zoom bit"),
+    (b"}K\x01\x88s", "w: a tensor with the 1 bit"), (b"]", "w: a tensor with metadata that is not torch's"),
+    (text("neg"), "w: a tensor with metadata"), (b"\x88", "w: a tensor with metadata"),
+    (b"}(" + b"".join(b"K" + bytes([i]) + b"N" for i in range(17)) + b"u", "w: a tensor with metadata"),
+    (NEG + b"N", "corrupt pickle")])
+def test_metadata_that_may_change_numbers_is_refused(tmp_path, metadata, cause):
+    assert cause in refusal(with_metadata(tmp_path / "a.pt", metadata))
+
+
+def test_conjugated_complex_and_negated_integers_are_refused(tmp_path):
+    conj = b"}" + text("conj") + b"\x88s"
+    assert "the conj bit" in refusal(with_metadata(tmp_path / "a.pt", conj, "ComplexFloatStorage", 8))
+    assert "w: a tensor of int64 with the neg bit" in refusal(with_metadata(tmp_path / "b.pt", NEG, "LongStorage", 8))
 
 
 def test_deflated_records(tmp_path):

@@ -10,9 +10,9 @@ from synthetic import STACK, write_model
 
 from colibri.engine import Engine, Sampler
 from colibri.requests import Reader, Refused, cancelled_id, parse
-from colibri.text import Numbers
 
-NAMES = "id, prompt, prompt_ids, input, output, max_new_tokens, temperature, top_k, top_p, seed, stream, deadline_ms"
+NAMES = ("id, prompt, prompt_ids, input, output, max_new_tokens, temperature, top_k, top_p, seed, stream, deadline_ms, "
+         "add_special_tokens")
 INTEGER_ID = "expected a string of at most 128 characters or an integer of 64 bits"
 ONE_INPUT = "expected exactly one of prompt, prompt_ids, input"
 
@@ -83,6 +83,8 @@ BAD = [
     (b'"seed": 1.0', "seed: 1.0, expected 0 to 2^64 - 1"),
     (b'"stream": 1', "stream: 1, expected true or false"),
     (b'"stream": "yes"', 'stream: "yes", expected true or false'),
+    (b'"add_special_tokens": 0', "add_special_tokens: 0, expected true or false"),
+    (b'"add_special_tokens": null', "add_special_tokens: null, expected true or false"),
     (b'"deadline_ms": 0', "deadline_ms: 0, expected an integer, 1 to 1099511627776"),
     (b'"deadline_ms": 10.5', "deadline_ms: 10.5, expected an integer, 1 to 1099511627776"),
     (b'"deadline_ms": 1' + b"0" * 40,
@@ -163,7 +165,7 @@ def test_news_and_figures(reader):
         request.tokens.append(token)
         request.times.append(now)
     assert request.news() == [(0xe2, ""), (0x82, ""), (0xac, "\u20ac"), (0xe2, "")]
-    assert request.news() == [] and request.rest() == "\ufffd" and request.text() == "\u20ac\ufffd"
+    assert request.news() == [] and request.rest() == "" and request.text() == "\u20ac"  # but for what is cut
     assert request.figures() == {"prompt_tokens": 1, "completion_tokens": 4, "ttft_ms": 5.0, "itl_p50_ms": 2.0,
                                  "itl_p99_ms": 10.0}
 
@@ -195,6 +197,8 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
                 ({"input": "x.npy", "output": "x.npy/y"}, "output: x.npy/y, Not a directory, expected a file's name"),
                 ({"input": "x.npy", "output": "y.npy", "seed": 1}, ("seed: given, expected only with prompt or "
                                                                    "prompt_ids; leave it out")),
+                ({"input": "x.npy", "output": "y.npy", "add_special_tokens": True},
+                 "add_special_tokens: given, expected only with prompt or prompt_ids; leave it out"),
                 ({"input": "none.npy", "output": "y.npy"}, ("none.npy: No such file or directory, expected an .npy "
                                                            "file of numbers; write it with numpy.save")),
                 ({"input": "pipe", "output": "y.npy"}, "pipe: a special file, expected a file that numpy.save wrote"),
@@ -225,4 +229,3 @@ def test_text_for_a_model_of_words(tmp_path):
         with pytest.raises(Refused, match="words.bin: vocab_size=500 and no tokenizer, expected 256 for --prompt"):
             Reader(engine).request({"id": 1, "prompt": "x"})
         assert Reader(engine).request({"id": 1, "prompt_ids": [499]}).prompt == [499]
-    assert Numbers(500).decode([1, 2]) == b"1 2"

@@ -68,17 +68,36 @@ def shards(folder, weight_map):
 
 
 def test_shards_are_one_checkpoint(tmp_path):
-    tensors = safetensors_reader.read_shards(shards(tmp_path, {"b": "2.safetensors", "a": "1.safetensors"}))
-    assert {name: tensor.array().tolist() for name, tensor in tensors.items()} == {"b": [8], "a": [7]}
+    tensors, lost = safetensors_reader.read_shards(shards(tmp_path, {"b": "2.safetensors", "a": "1.safetensors"}))
+    assert {name: tensor.array().tolist() for name, tensor in tensors.items()} == {"b": [8], "a": [7]} and not lost
+
+
+@pytest.mark.parametrize(("weight_map", "names", "file", "message"), [
+    ({"a": "1.safetensors", "c": "3.safetensors", "d": "3.safetensors"}, ["c", "d"], "3.safetensors",
+     "index.json: 3.safetensors: no such file beside it, expected every shard that it names"),
+    ({"a": "1.safetensors", "x": "2.safetensors"}, ["b", "x"], None,
+     "2.safetensors: [bx]: in one of file and model.safetensors.index.json only")])
+def test_what_an_index_names_and_no_file_holds_is_lost(tmp_path, weight_map, names, file, message):
+    tensors, lost = safetensors_reader.read_shards(shards(tmp_path, weight_map))
+    assert sorted(lost) == names and "a" in tensors
+    for why in lost.values():
+        assert why.file == file
+        with pytest.raises(ColibriError, match=message):
+            raise why.error
 
 
 @pytest.mark.parametrize(("weight_map", "message"), [
-    ({"a": "1.safetensors", "c": "3.safetensors"}, "3.safetensors: no such file"),
-    ({"a": "1.safetensors", "x": "2.safetensors"}, "2.safetensors: [bx]: in one"),
-    ({"a": "1.safetensors", "b": "../2.safetensors"}, "no such file beside it"),
+    ({"a": "1.safetensors", "b": "../2.safetensors"}, "json: ../2.safetensors: no such file beside it"),
+    ({"a": "1.safetensors", "b": ""}, "json: : no such file beside it"),
     ({"a": 1}, "not readable, expected JSON with weight_map"),
     (["a"], "not readable, expected JSON with weight_map"),
 ])
-def test_an_index_that_its_files_do_not_bear_out_is_refused(tmp_path, weight_map, message):
+def test_an_index_that_is_none_is_refused(tmp_path, weight_map, message):
     with pytest.raises(ColibriError, match=message):
         safetensors_reader.read_shards(shards(tmp_path, weight_map))
+
+
+def test_a_git_lfs_pointer_says_so(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"version https://git-lfs\noid sha256:00\nsize 9\n")
+    with pytest.raises(ColibriError, match="x.safetensors: a Git LFS pointer, .*; run git lfs pull"):
+        safetensors_reader.read_file(tmp_path / "x.safetensors")

@@ -1,0 +1,68 @@
+"""Models of the Hugging Face Hub by their id: fetches what the converter reads, or finds it in the Hub's cache."""
+
+import glob
+import os
+import re
+import sys
+from pathlib import Path
+
+from colibri.errors import ColibriError
+from converter import folders
+from converter.safetensors_reader import read_index
+
+ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([^@\s]+))?")
+FILES = (".pt", ".pth", ".bin", ".safetensors", ".json", ".ckpt", *(suffix for suffixes, _ in folders.FOREIGN.values()
+                                                                    for suffix in suffixes))
+TEXT = ["config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json",
+        "added_tokens.json", "chat_template*"]
+# An error of huggingface_hub -> what was got, what was expected, what to do. Derived classes come first.
+ERRORS = {
+    "GatedRepoError": ("a gated model", "access to it", "ask for it on the model's page, then run hf auth login"),
+    "RepositoryNotFoundError": ("no such path, and no such model on the Hugging Face Hub", "one of them",
+                                "check the name; a private model needs hf auth login"),
+    "RevisionNotFoundError": ("no such revision", "a branch, a tag or a commit after @", "check it"),
+    "IncompleteSnapshotError": ("only a part of it is in the Hub's cache, and the Hub is not reached", "all of it",
+                                "check the network, unset HF_HUB_OFFLINE, or name a folder"),
+    "LocalEntryNotFoundError": ("no such path, not in the Hub's cache, and the Hub is not reached", "one of them",
+                                "check name and network, unset HF_HUB_OFFLINE, or name a folder"),
+    "HFValidationError": ("no such path, and no id of the Hugging Face Hub", "ORG/NAME or ORG/NAME@REVISION",
+                          "check the name")}
+
+
+def resolve(name):
+    """The path that is given, or the folder of the model whose id it is."""
+    match = ID.fullmatch(str(name))
+    if os.path.lexists(name) or not match or Path(name).suffix in FILES:
+        return name
+    for format in folders.FORMATS:
+        folder = _fetch(name, *match.groups(), [*TEXT, f"{format.stem}*{format.suffix}",
+                                                format.stem + format.suffix + folders.INDEX])
+        index = folder / (format.stem + format.suffix + folders.INDEX)
+        named = set(read_index(index).values()) if index.is_file() else ()
+        others = [glob.escape(shard) for shard in named if not (folder / shard).exists()]
+        if others:
+            _fetch(name, *match.groups(), others)
+        weights = [*folder.glob(f"{format.stem}*{format.suffix}"), *(folder / shard for shard in named)]
+        if any(file.exists() for file in [*weights, folder / "adapter_config.json"]):
+            return str(folder)
+    raise ColibriError(f"{name}: no model*.safetensors and no pytorch_model*.bin there, expected one of them; name the "
+                       "model itself where this holds GGUF or ONNX files")
+
+
+def _fetch(name, model, revision, patterns):
+    """The folder of a revision of a model, its files of these patterns in it."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ColibriError(f"{name}: no such path, and no huggingface_hub to look for that model, expected one of them; "
+                           "pip install huggingface_hub, or git clone the model and name its folder") from None
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # of the Hub, of its HTTP client, or of the disk
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        got, expected, fix = next((ERRORS[kind] for kind in kinds if kind in ERRORS), (
+            f"{kinds[0]}: {(str(error).strip().splitlines() or [''])[0][:200]}", "the model from the Hugging Face Hub",
+            "try again, or name a folder"))
+        raise ColibriError(f"{name}: {got}, expected {expected}; {fix}") from error
