@@ -401,8 +401,8 @@ def test_damaged_library_is_built_again(place):
         library.write_bytes(data)
         line = line_of(program("colibri.run", "--model", model, *PROMPT, cwd=place))
         assert line == (f"{library}: {reason}remove its folder, and what needs it builds it again: rm -r "
-                        f"{library.parent}")
-    subprocess.run(line.rpartition(": ")[2].split(), check=True)
+                        f"{shlex.quote(str(library.parent))}")
+    subprocess.run(shlex.split(line.rpartition(": ")[2]), check=True)
     assert program("colibri.run", "--model", model, *PROMPT, cwd=place).returncode == 0
 
 
@@ -424,7 +424,7 @@ def test_model_with_a_space_in_its_name(place):
     ("--model moe.bin --prompt -", "</dev/zero",
      "--prompt: more than 16777216 bytes, expected what fits the context; use fewer")])
 def test_closed_full_and_endless_streams(place, options, redirection, message):
-    command = f"{sys.executable} -m colibri.run {options} {redirection}"
+    command = f"{shlex.quote(sys.executable)} -m colibri.run {options} {redirection}"
     run = subprocess.run(["bash", "-c", command], cwd=place, check=False, capture_output=True, text=True, timeout=60,
                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"{message}\n" if message else "")
