@@ -159,7 +159,8 @@ def test_a_failed_write_leaves_the_older_output(stack, tmp_path):
     np.save(tmp_path / "x.npy", np.zeros((3000, 64), np.float32))
     (tmp_path / "y.npy").write_bytes(b"something older")
     command = ["bash", "-c", "trap '' XFSZ; ulimit -f 100; exec \"$@\"", "bash", sys.executable, "-m", "colibri.run"]
-    run = subprocess.run([*command, "--model", stack, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy"], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run([*command, "--model", stack, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy"],
+                         cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr == (f"{tmp_path}/y.npy: File too large, expected to write 768000 bytes there; choose another "
                           "--output\n")

@@ -55,7 +55,7 @@ def request(prompt, max_new_tokens, **fields):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that does not depend on the machine: 0.1 ms pass from one look at the clock to the next, and what is slept."""
+    """Time of any machine: 0.1 ms pass from one look at the clock to the next, and what is slept."""
     readings, slept, start = itertools.count(), [], time.monotonic()
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(time, "monotonic", lambda: start + next(readings) * 1e-4 + sum(slept))
