@@ -1,8 +1,9 @@
-"""Model + machine -> make command -> the right libcolibri.so, cached under build/.
+"""Model + machine -> make command -> the right libcolibri.so, cached under places.builds().
 
-`python -m colibri.build --defines model.bin` prints the -D options that bake the model's shape in, for the Makefile.
-They name only what differs from native/config.h's defaults, so `make` and the model that the defaults describe share
-one library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
+`python -m colibri.build MODEL=model.bin` builds a model's library, where there is no clone to run make in; ARCH=sm_90
+and DEFINES=... as for make. With --make before them it prints the -D options of that build, for the Makefile. They
+name only what differs from native/config.h's defaults, so `make` and the model that the defaults describe share one
+library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
 """
 
 from colibri.errors import ColibriError, guard_imports, imports_done
@@ -22,18 +23,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from colibri import headers
+from colibri import headers, places
 from colibri.checkpoint import Checkpoint
 
+ARCHS = ("host", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 DERIVED = ("v_head_dim", "rotary_dim")
-ROOT = headers.NATIVE.parent
+APT = "gcc libc6-dev make"  # Debian's and Ubuntu's packages
+PROBE = ("gcc", "-shared", "-fPIC", "-fopenmp", *(f"-include{name}.h" for name in ("stdint", "omp", "stdio", "math")),
+         "-x", "c", os.devnull, "-o", os.devnull, "-lgomp", "-lm")
 DEFINE = re.compile(r"-D[A-Za-z_][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+")
 NUMBER = re.compile("0|[1-9][0-9]{0,7}")
 MOST = 99999999  # that it matches
 
 
 def library_path(checkpoint, arch="host", build=True):
-    """The libcolibri.so for this model: COLIBRI_LIBRARY if set, else build/<arch>-<key>/, made by make where needed.
+    """The libcolibri.so for this model: COLIBRI_LIBRARY if set, else <arch>-<key>/ of places.builds(), made by make.
 
     arch: "host", or "sm_90" for a CUDA build. build=False: a library that would have to be made is an error.
     """
@@ -59,10 +63,10 @@ def library_path(checkpoint, arch="host", build=True):
 
 
 def place(checkpoint, arch):
-    """(the model's library under build/, what it lacks or None, the command that makes it)"""
+    """(the model's library, what it lacks or None, the command that makes it)"""
     check_defines(checkpoint)
     key = hashlib.sha256(config_string(checkpoint.header).encode()).hexdigest()[:12]  # the Makefile's rule
-    library = ROOT / "build" / f"{arch}-{key}" / "libcolibri.so"
+    library = places.builds() / f"{arch}-{key}" / "libcolibri.so"
     lacks = None if _is_current(library) else "older than its sources" if library.exists() else "not built"
     return library, lacks, make_command(checkpoint, arch)
 
@@ -93,8 +97,8 @@ def config_string(header):
     return " ".join(defines(header) + given_options())
 
 
-def check_defines(checkpoint):
-    """That DEFINES holds names that config.h has, each once and a number, and nothing that contradicts the model."""
+def check_defines(checkpoint=None):
+    """Checks that DEFINES holds names of config.h, each once and a number, and nothing that contradicts the model."""
     names = set()
     for option in given_options():
         name, _, value = option.removeprefix("-D").partition("=")
@@ -108,12 +112,13 @@ def check_defines(checkpoint):
             raise ColibriError(f"DEFINES: {option}, expected {name} once; leave one of them out")
         names.add(name)
         field = name.lower()
-        shape = field in headers.default().structs["Config"].names and field in checkpoint.header
+        structs = headers.default().structs
+        shape = field in structs["Config"].names and field in structs["BinHeader"].names
         least = 0 if shape else 1
         if not NUMBER.fullmatch(value) or int(value) < least:  # C takes 32+1 apart where it multiplies, and 064 as 52
             raise ColibriError(f"DEFINES: {option}, expected a number of {least} to 99999999, in digits without a 0 "
                                "before them; correct it")
-        if shape and value != str(checkpoint.header[field]):
+        if shape and checkpoint and value != str(checkpoint.header[field]):
             raise ColibriError(f"DEFINES: {option}, expected {checkpoint.header[field]} as in {checkpoint.path}; the "
                                "model decides, leave it out")
 
@@ -127,8 +132,9 @@ def raise_limit(macro, value, note=""):
 
 def make_command(checkpoint, arch="host"):
     """The command that a user would type for this model."""
-    command = ["make"] + ([] if arch == "host" else [f"ARCH={arch}"])
-    command += [f"MODEL={shlex.quote(str(checkpoint.path))}"] if defines(checkpoint.header) else []
+    command = [places.BUILD_COMMAND] + ([] if arch == "host" else [f"ARCH={arch}"])
+    needed = defines(checkpoint.header) or not places.IS_CLONE
+    command += [f"MODEL={shlex.quote(str(checkpoint.path))}"] if needed else []
     options = given_options()
     return command + ([f"DEFINES={shlex.quote(' '.join(options))}"] if options else [])
 
@@ -155,26 +161,57 @@ def _is_current(library):
         return False
 
 
-def _make(library, command, config):
-    compiler = "gcc" if library.parent.name.startswith("host-") else "nvcc"
-    for tool in ("make", compiler):
+def check_tools(arch="host"):
+    """Raises the first thing that building needs and this machine lacks."""
+    for tool in ("make", "gcc", "nvcc")[:2 if arch == "host" else 3]:
         if not shutil.which(tool):
-            raise ColibriError(f"{tool}: not on PATH, expected it to build {short(library)}; install {tool}, "
-                               "or set COLIBRI_LIBRARY to a library built elsewhere")
+            how = "the CUDA toolkit" if tool == "nvcc" else f"it with apt install {APT}"
+            raise ColibriError(f"{tool}: not on PATH, expected it to build libraries; install {how}, or set "
+                               "COLIBRI_LIBRARY to a library built elsewhere")
+
+
+def check_compiler():
+    """Raises what gcc itself lacks: the C library's headers, OpenMP."""
+    made = subprocess.run(PROBE, env={**os.environ, "LC_ALL": "C"}, check=False, capture_output=True, text=True)
+    if made.returncode:
+        raise ColibriError(f"gcc: {_cause(made.stderr)}, expected the C library's headers and OpenMP; install them "
+                           f"with apt install {APT}")
+
+
+def _cause(output):
+    """The line of a compiler's output that says what is wrong."""
+    causes = re.findall(r"^.*(?:error:|Error \d|fatal|cannot find).*$", output, re.MULTILINE)
+    return causes[0].strip() if causes else "it failed without a word"
+
+
+def _make(library, command, config):
+    host = library.parent.name.startswith("host-")
+    check_tools("host" if host else library.parent.name.rpartition("-")[0])
     print(f"building {short(library)}, once for this model: {' '.join(command)}", file=sys.stderr, flush=True)
     # CONFIG goes in ready-made, or make would start a second Python to ask for it.
-    arch = [part for part in command if part.startswith("ARCH=")]
+    options = [part for part in command if part.startswith("ARCH=")] + [f"CONFIG={config}"]
+    if not places.IS_CLONE:  # where make runs, its paths have no blanks
+        options += ["-f", places.SOURCES / "Makefile", f"BUILD={library.parent.name}"]
+        _link(places.NATIVE, places.builds() / "native")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    environment["DEFINES"] = " ".join(given_options())
-    made = subprocess.run(["make", f"-j{os.cpu_count()}", *arch, f"CONFIG={config}"], cwd=ROOT, env=environment,
-                          check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    made = subprocess.run(["make", f"-j{os.cpu_count()}", *options], env={**environment, "LC_ALL": "C"}, check=False,
+                          cwd=places.SOURCES if places.IS_CLONE else places.builds(), text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if made.returncode or not library.exists():
         log = library.parent / "make.log"
         log.write_text(made.stdout)
-        cause = next((line for line in made.stdout.splitlines() if re.search(r"error:|Error \d|fatal", line)),
-                     f"status {made.returncode}")
-        raise ColibriError(f"{' '.join(command)}: {cause.strip()}; the whole output is in {short(log)}")
+        if re.search("No such file|cannot find", made.stdout):
+            check_compiler()
+        raise ColibriError(f"{' '.join(command)}: {_cause(made.stdout)}; the whole output is in {short(log)}")
     os.utime(library)  # newer than every source, also than one that this build does not use
+
+
+def _link(target, link):
+    """Makes a link to a folder, or renews one that names another."""
+    if os.path.realpath(link) != str(target):
+        new = link.with_name(f"{link.name}.{os.getpid()}")
+        os.symlink(target, new)
+        os.replace(new, link)
 
 
 def short(path):
@@ -186,9 +223,23 @@ def short(path):
 
 
 def main(arguments):
-    if len(arguments) != 2 or arguments[0] != "--defines":
-        raise ColibriError(f"colibri.build: arguments={' '.join(arguments)!r}, expected --defines MODEL.bin")
-    print(" ".join(defines(Checkpoint(arguments[1]).header)))
+    """Builds the library of MODEL=, or prints for --make what goes into it, its options checked."""
+    given = dict(word.split("=", 1) for word in arguments if re.match("(ARCH|MODEL|DEFINES)=", word))
+    is_make = arguments[:1] == ["--make"]
+    if len(given) + is_make != len(arguments) or not (is_make or given.get("MODEL")):
+        raise ColibriError(f"python -m colibri.build: {' '.join(arguments)!r}, expected MODEL=model.bin, and "
+                           "ARCH=sm_90 or DEFINES=-DNAME=VALUE where needed")
+    arch = given.get("ARCH", "host")
+    if arch not in ARCHS:
+        raise ColibriError(f"ARCH={arch}: expected one of {' '.join(ARCHS)}")
+    if "DEFINES" in given:
+        os.environ["DEFINES"] = given["DEFINES"]
+    checkpoint = Checkpoint(given["MODEL"]) if given.get("MODEL") else None
+    if is_make:
+        check_defines(checkpoint)
+        print(config_string(checkpoint.header) if checkpoint else " ".join(given_options()))
+    else:
+        print(library_path(checkpoint, arch))
 
 
 if __name__ == "__main__":

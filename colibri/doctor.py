@@ -1,13 +1,17 @@
-"""python -m colibri.run --doctor: what this machine has and lacks, a line each: ok, or what to do about it."""
+"""python -m colibri.run --doctor: what this machine has and lacks, a line each: ok, or what to do about it.
+
+What a run on the host cannot do without is "needed", everything else "optional".
+"""
 
 import glob
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import textwrap
 
-from colibri import build, engine, native
+from colibri import build, engine, native, places
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 from colibri.weights import usable_processors
@@ -15,34 +19,58 @@ from colibri.weights import usable_processors
 CPU_FLAGS = ("avx2", "fma", "f16c")
 COLUMNS = 80
 NVCC_SECONDS = 20
+EXTRAS = {"tokenizers": "text, where a model has a tokenizer.json", "h11": "--http",
+          "huggingface_hub": "checkpoints by their ids on the Hugging Face Hub"}
 
 
 def report(path=None):
-    """The lines, as one text. path: of the model that they are about, in place of those in the current folder.
+    """Returns the lines, as one text, and whether everything that is needed is there.
 
-    Raises ColibriError where that is no model.
+    path: of the model that they are about, in place of those in the current folder. Raises ColibriError where that is
+    no model.
     """
     models = sorted(glob.glob("*.bin")) if path is None else [Checkpoint(path).path]
-    checks = [("host", host), ("host memory", host_memory), ("gcc and make", host_tools), ("GPU driver", gpu_driver),
-              ("GPU", gpu), ("GPU memory", gpu_memory), ("nvcc", nvcc)]
-    lines = [(label, attempt(check)) for label, check in checks]
+    tools = "optional" if "COLIBRI_LIBRARY" in os.environ else "needed"
+    checks = [("host", host, "needed"), ("host memory", host_memory, "needed"), ("gcc and make", host_tools, tools),
+              ("GPU driver", gpu_driver, "optional"), ("GPU", gpu, "optional"), ("GPU memory", gpu_memory, "optional"),
+              ("nvcc", nvcc, "optional"),
+              *((name, lambda name=name: extra(name), "optional") for name in EXTRAS)]
+    lines = [(label, attempt(check, need)) for label, check, need in checks]
     used = set()
-    lines += [(os.path.basename(name), attempt(lambda name=name: model(name, used)).removeprefix(f"{name}: "))
-              for name in models]
-    others = len({*glob.glob(str(build.ROOT / "build" / "*" / "libcolibri.so"))} - used)
+    lines += model_lines(models, used)
+    others = len({*glob.glob(str(places.builds() / "*" / "libcolibri.so"))} - used)
     if path is None and others:
-        lines.append(("libraries", f"{others} more in build/, of other models, options or sources; make clean removes all there"))
-    lines.append(("to build", attempt(make_command)))
+        where, fix = ("build/", "make clean") if places.IS_CLONE else (str(places.builds()), "rm -r")
+        text = f"{others} more in {where}, of other models, options or sources; {fix} removes all there"
+        lines.append(("libraries", text))
+    lines.append(("to build", make_command()))
     width = min(max(len(label) for label, _ in lines), 24) + 2
     fill = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * width, break_on_hyphens=False, break_long_words=False)
-    return "\n".join(fill.fill(f"{label:<{width - 2}}  {text}") for label, text in lines)
+    text = "\n".join(fill.fill(f"{label:<{width - 2}}  {text}") for label, text in lines)
+    return text, not any(text.startswith("needed: ") for _, text in lines)
 
 
-def attempt(check):
+def attempt(check, need):
+    """Returns what a check says; where it fails, what is lacking, after the word for how much that matters."""
     try:
         return check()
     except ColibriError as error:
-        return str(error)
+        return f"{need}: {error}"
+
+
+def model_lines(paths, used):
+    """A line for each model. One that cannot be read is needed where there is no other."""
+    if not paths:
+        make = "python -m converter checkpoint.pt model.bin"
+        return [("models", f"optional: no .bin in this folder; make one with {make}")]
+    lines, readable = [], False
+    for path in paths:
+        try:
+            text, readable = model(Checkpoint(path), used), True
+        except ColibriError as error:
+            text = str(error).removeprefix(f"{path}: ")
+        lines.append((os.path.basename(path), text))
+    return lines if readable else [(label, f"needed: {text}") for label, text in lines]
 
 
 def host():
@@ -62,8 +90,17 @@ def host_memory():
 
 
 def host_tools():
-    missing = [tool for tool in ("gcc", "make") if not shutil.which(tool)]
-    return f"{' and '.join(missing)} missing; install them with apt install gcc make" if missing else "ok"
+    build.check_tools()
+    build.check_compiler()
+    return "ok"
+
+
+def extra(name):
+    """The version of a package that is not the engine's own."""
+    try:
+        return f"ok: {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        raise ColibriError(f"not installed; pip install {name}, for {EXTRAS[name]}") from None
 
 
 def driver():
@@ -92,7 +129,7 @@ def gpu_memory():
 def nvcc():
     path = shutil.which("nvcc")
     if not path:
-        return "not on PATH; install the CUDA toolkit and add its bin folder to PATH to build for a GPU"
+        raise ColibriError("not on PATH; install the CUDA toolkit and add its bin folder to PATH to build for a GPU")
     try:
         made = subprocess.run([path, "--version"], check=False, capture_output=True, timeout=NVCC_SECONDS)
         said = f"status {made.returncode}, without a version"
@@ -102,14 +139,16 @@ def nvcc():
     except subprocess.TimeoutExpired:
         said, version = f"silent for {NVCC_SECONDS} s", None
     if not version:
-        return f"{path} --version: {said}, expected CUDA's compiler; install the CUDA toolkit again, or take it off PATH"
+        raise ColibriError(f"{path} --version: {said}, expected CUDA's compiler; install the CUDA toolkit again, or "
+                           "take it off PATH")
     return f"ok: {path}, CUDA {version[1].decode()}"
 
 
-def model(path, used):
+def model(checkpoint, used):
     """The libraries that a model needs here, whether they are built, and what builds them. Adds them to `used`."""
-    checkpoint = Checkpoint(path)
-    return "; ".join(attempt(lambda arch=arch: library(checkpoint, arch, used)) for arch in archs())
+    needs = {"host": "needed"}
+    return "; ".join(attempt(lambda arch=arch: library(checkpoint, arch, used), needs.get(arch, "optional"))
+                     for arch in archs())
 
 
 def library(checkpoint, arch, used):
@@ -140,5 +179,5 @@ def archs():
 
 def make_command():
     arch = archs()[-1]
-    command = "make MODEL=model.bin" if arch == "host" else f"make ARCH={arch} MODEL=model.bin"
-    return f"{command}, as colibri.run does"
+    options = "MODEL=model.bin" if arch == "host" else f"ARCH={arch} MODEL=model.bin"
+    return f"{places.BUILD_COMMAND} {options}, as colibri.run does"

@@ -12,11 +12,11 @@ import math
 import operator
 import re
 from collections import namedtuple
-from pathlib import Path
 
 import numpy as np
 
-NATIVE = Path(__file__).resolve().parent.parent / "native"
+from colibri.places import NATIVE
+
 SCALARS = {"char": "S1", "int32_t": "<i4", "int64_t": "<i8", "uint16_t": "<u2", "uint32_t": "<u4", "uint64_t": "<u8",
            "float": "<f4"}
 POINTER = "<u8"

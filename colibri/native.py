@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from colibri import headers
+from colibri import headers, places
 from colibri.errors import ColibriError
 
 # Of libgomp: a thread that waits spins for some 50 us, so that it is awake for a step's next op, then sleeps. Its
@@ -101,6 +101,6 @@ def _check_whole(path, name):
 def _fix(path):
     """What to do about a damaged library; make takes one that is there, and newer than its sources, for good."""
     folder = os.path.dirname(path)
-    if os.path.dirname(folder) != str(headers.NATIVE.parent / "build"):
-        return "build it with make"
+    if os.path.dirname(folder) != str(places.builds()):
+        return f"build it with {places.BUILD_COMMAND}"
     return f"remove its folder, and what needs it builds it again: rm -r {shlex.quote(folder)}"

@@ -17,7 +17,7 @@ import re
 
 import numpy as np
 
-from colibri import build, report, serve
+from colibri import __version__, build, report, serve
 from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
 from colibri.checkpoint import Checkpoint
 from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, Engine, Sampler, check_sampler, most_threads
@@ -67,6 +67,7 @@ def parse(arguments):
     add = parser.add_argument
     add("--model", metavar="FILE", help="the .bin that python -m converter wrote")
     add("--doctor", action="store_true", help="what this machine has and lacks, for the model or for any, then exit")
+    add("--version", action="version", version=f"colibri {__version__}")
     add("--backend", type=_choice("--backend", BACKENDS), default="auto", metavar="|".join(BACKENDS),
         help="auto takes a GPU where there is one, and says why not otherwise")
     add("--dispatch", type=_choice("--dispatch", DISPATCH), metavar="|".join(DISPATCH),
@@ -112,8 +113,9 @@ def parse(arguments):
     if options.doctor:
         _check_doctor(options, parser)
         from colibri import doctor
-        _print(doctor.report(options.model))
-        parser.exit()
+        text, is_ready = doctor.report(options.model)
+        _print(text)
+        parser.exit(0 if is_ready else 2)
     is_text = options.prompt is not None or options.prompt_ids is not None
     options.kind = "text" if is_text else "latency"
     if not is_text and (options.input, options.output) != (None, None):
@@ -409,10 +411,11 @@ def command():
         signal.signal(signal.SIGTERM, _terminate)
         _open_streams()
         try:
-            main()
-        except SystemExit:  # of --help and --doctor
-            pass
-        return 0
+            status = main()
+        except SystemExit as end:  # of --help, --version and --doctor
+            status = end.code
+            _print("", end="")  # what argparse has printed must get there
+        return status or 0
     except ColibriError as error:
         message, status = str(error), 2
     except KeyboardInterrupt as stop:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from colibri import headers
+from colibri import __version__, headers
 from converter import bin_writer, config, hub, inputs, inspection, interleave, mapped, sources, text_files, v1
 from converter.zip_reader import printable
 
@@ -86,6 +86,7 @@ def parser():
     p.add_argument("--json", action="store_true", help="with --inspect: as JSON")
     p.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
     p.add_argument("--force", action="store_true", help="replace an existing output")
+    p.add_argument("--version", action="version", version=f"colibri {__version__}")
     return p
 
 

@@ -13,6 +13,17 @@ DATA = ROOT / "tests" / "data"
 HAS_GPU = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
+def pytest_sessionstart():
+    """Nearly all tests need a library: what building one lacks is one line."""
+    from colibri import build
+    from colibri.errors import ColibriError
+    try:
+        build.check_tools()
+        build.check_compiler()
+    except ColibriError as error:
+        pytest.exit(str(error), 2)
+
+
 def pytest_collection_modifyitems(config, items):
     """Tests marked gpu run where there is a GPU."""
     if not HAS_GPU:

@@ -15,6 +15,12 @@ START_SECONDS = 30
 TIMEOUT = 30
 
 
+def wakes(pid, thread):
+    """How often a thread has gone to sleep: as often as it woke."""
+    with open(f"/proc/{pid}/task/{thread}/status") as file:
+        return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", file.read(), re.MULTILINE)[1])
+
+
 class Service:
     """python -m colibri.run with --serve unix:PATH --http :0, or what else the options say; use it with `with`."""
 

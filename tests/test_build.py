@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, program
 from synthetic import DENSE, STACK, write_model
 
-from colibri import build, native
+from colibri import build, native, places
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
@@ -27,7 +27,7 @@ def make_prints(*arguments):
 def test_defaults_need_no_defines(moe_32):
     """The example model and a plain `make` share one library."""
     assert build.defines(Checkpoint(moe_32).header) == []
-    assert program("colibri.build", "--defines", moe_32).stdout == b"\n"
+    assert program("colibri.build", "--make", f"MODEL={moe_32}").stdout == b"\n"
     assert build.library_path(Checkpoint(moe_32)) == str(ROOT / make_prints())
 
 
@@ -95,7 +95,7 @@ def test_a_build_that_was_killed(tmp_path, monkeypatch):
 
 def test_a_file_where_the_libraries_go(moe_32, tmp_path, monkeypatch):
     (tmp_path / "build").write_text("")
-    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(places, "builds", lambda: tmp_path / "build")
     with pytest.raises(ColibriError, match=r"build/host-\w+: Not a directory, expected to write a library there"):
         build.library_path(Checkpoint(moe_32))
 
@@ -110,7 +110,7 @@ def test_a_full_disk_is_named(moe_32, tmp_path, monkeypatch):
     """An error without a file's name, as writing raises it."""
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(places, "builds", lambda: tmp_path / "build")
     monkeypatch.setattr(build, "_make", full)
     with pytest.raises(ColibriError, match=r"build/host-\w+: No space left on device, expected to write a library"):
         build.library_path(Checkpoint(moe_32))

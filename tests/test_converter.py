@@ -328,8 +328,9 @@ def test_streams_that_are_closed_or_full(tmp_path, streams, status, line):
     arrays = gpt_arrays(experts=2)
     write_pt(tmp_path / "a.pt", arrays)
     choices = "--activation gelu --renormalize" + ("" if "--k" in streams else " --k 2")
-    run = subprocess.run(f"{sys.executable} -m converter {tmp_path}/a.pt {tmp_path}/a.bin {choices} {streams}",
-                         shell=True, capture_output=True, text=True, check=False, cwd=MODELS.parent)
+    command = ["sh", "-c", f'exec "$@" {choices} {streams}', "sh", sys.executable, "-m", "converter"]
+    run = subprocess.run([*command, tmp_path / "a.pt", tmp_path / "a.bin"], capture_output=True, text=True, check=False,
+                         cwd=MODELS.parent)
     assert (run.returncode, run.stderr) == (status, line)
     if not status:
         read_bin(tmp_path / "a.bin")

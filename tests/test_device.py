@@ -490,8 +490,10 @@ def test_doctor_with_an_nvcc_that_is_none(tmp_path, monkeypatch, script, said):
     (tmp_path / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(doctor, "NVCC_SECONDS", 0.2 if "sleep" in script else 20)
-    assert doctor.nvcc() == (f"{tmp_path / 'nvcc'} --version: {said}, expected CUDA's compiler; install the CUDA toolkit "
-                             "again, or take it off PATH")
+    with pytest.raises(ColibriError) as error:
+        doctor.nvcc()
+    assert str(error.value) == (f"{tmp_path / 'nvcc'} --version: {said}, expected CUDA's compiler; install the CUDA "
+                                "toolkit again, or take it off PATH")
 
 
 def test_doctor_asks_whether_the_driver_runs_a_library(use, monkeypatch, moe_32):
@@ -500,9 +502,9 @@ def test_doctor_asks_whether_the_driver_runs_a_library(use, monkeypatch, moe_32)
     monkeypatch.setattr(build, "place", lambda checkpoint, arch: (f"/{arch}.so", "", ["make"]))
     monkeypatch.setattr(build, "compare", lambda *_: None)
     monkeypatch.setattr(doctor.native, "Library", lambda path: library(90))
-    host, cuda = doctor.model(moe_32, set()).split("; ", 1)
+    host, cuda = doctor.model(Checkpoint(moe_32), set()).split("; ", 1)
     assert host == "ok: /host.so, by make"
-    assert cuda.startswith("NVIDIA driver: CUDA 12.8, expected 13.0 or newer for lib.so; ")
+    assert cuda.startswith("optional: NVIDIA driver: CUDA 12.8, expected 13.0 or newer for lib.so; ")
 
 
 def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):

@@ -272,13 +272,30 @@ def test_no_compiler(place):
     write_model("new.bin", ffn=1000 + os.getpid() % 1000)
     environment = {"PATH": "/nonexistent"}
     line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place, environment=environment))
-    assert line.startswith("make: not on PATH, expected it to build ")
-    assert line.endswith("; install make, or set COLIBRI_LIBRARY to a library built elsewhere")
+    assert line == ("make: not on PATH, expected it to build libraries; install it with apt install gcc libc6-dev make, "
+                    "or set COLIBRI_LIBRARY to a library built elsewhere")
     os.mkdir("bin")
     os.symlink(shutil.which("make"), "bin/make")
     line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place,
                            environment={"PATH": str(place / "bin")}))
-    assert line.startswith("gcc: not on PATH, expected it to build ")
+    assert line.startswith("gcc: not on PATH, expected it to build libraries; ")
+
+
+@pytest.mark.parametrize("said", ["/usr/include/stdint.h:9:16: fatal error: stdint.h: No such file or directory",
+                                  "/usr/bin/ld: cannot find crti.o: No such file or directory"])
+def test_no_headers_of_the_c_library(place, said):
+    """The compiler alone: a line that names the package, and --doctor ends with 2."""
+    write_model("new.bin", ffn=1000 + os.getpid() % 1000)
+    os.mkdir("bin")
+    write("bin/gcc", f"#!/bin/sh\necho 'compilation begins' >&2\necho '{said}' >&2\nexit 1\n".encode())
+    os.chmod("bin/gcc", 0o755)
+    environment = {"PATH": f"{place}/bin:{os.environ['PATH']}"}
+    run = program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place, environment=environment)
+    expected = (f"gcc: {said}, expected the C library's headers and OpenMP; install them with apt install gcc "
+                "libc6-dev make")
+    assert run.stderr.decode().splitlines()[1:] == [expected] and run.returncode == 2
+    run = program("colibri.run", "--doctor", cwd=place, environment=environment)
+    assert run.returncode == 2 and f"gcc and make needed: {expected} " in " ".join(run.stdout.decode().split())
 
 
 def test_no_build(place):
@@ -325,18 +342,24 @@ def test_defines_of_another_form(place, defines):
 
 
 def test_a_limit_of_the_build_says_so():
-    for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
-                            (["ARCH=sm_70"], "ARCH=sm_70: expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
-                            *(([f"ARCH={arch}"], f"ARCH={arch}: expected one of host ")
-                              for arch in ("", "sm_90 ", "host sm_90")),
-                            *(([f"DEFINES=-DMAX_SEQ_LEN=100 {wrong}"],
-                               (f"DEFINES: {wrong}, expected -DNAME=VALUE, as in DEFINES=-DMAX_BATCH=64, with a VALUE "
-                                f"of digits and a NAME, once, of {NAMES}.  Stop.\n"))
-                              for wrong in ("MAX_BATCH=64", "-DMAX_BATHC=64", "-DMAX_BATCH", "-DCUDA_ARCH=90", "-O0",
-                                            "-DMAX_BATCH=", "-DMAX_BATCH='64'", "-DMAX_SEQ_LEN=100",
-                                            *(f"-DMAX_BATCH={value}" for value in NO_NUMBERS)))):
-        made = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert made.returncode == 2 and line in made.stderr
+    form, unknown = "expected -DNAME=VALUE; leave it out", f"expected -DNAME=VALUE with a NAME of {NAMES}; correct it"
+    number = "expected a number of 1 to 99999999, in digits without a 0 before them; correct it"
+    archs = "expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
+    for arguments, line in ((["DEFINES=-DHIDDEN=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
+                            *(([f"ARCH={arch}"], f"*** ARCH={arch}: {archs}.  Stop.\n")
+                              for arch in ("sm_70", "", "sm_90 ", "host sm_90")),
+                            *(([f"DEFINES=-DMAX_SEQ_LEN=100 {wrong}"], f"*** DEFINES: {wrong}, {rule}.  Stop.\n")
+                              for wrong, rule in (
+                                  ("MAX_BATCH=64", "expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
+                                  ("-DMAX_BATHC=64", unknown), ("-DCUDA_ARCH=90", unknown), ("-DMAX_BATCH", form),
+                                  ("-O0", form), ("-DMAX_BATCH=", form), ("-DMAX_BATCH='64'", form),
+                                  ("$(shell)", form), ("$$HOME", form), ("-DMAX_BATCH=`id`", form),
+                                  ("-DMAX_SEQ_LEN=100", "expected MAX_SEQ_LEN once; leave one of them out"),
+                                  *((f"-DMAX_BATCH={value}", number) for value in (*NO_NUMBERS, 0))))):
+        made = subprocess.run(["make", *arguments, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
+                              text=True, check=False)
+        assert made.returncode == 2 and line in made.stderr, arguments
+        assert made.stderr.count("\n") == 1 or "HIDDEN" in line
 
 
 def test_nan_in_the_weights(place):
@@ -382,8 +405,8 @@ def test_damaged_library_is_built_again(place):
         library.write_bytes(data)
         line = line_of(program("colibri.run", "--model", model, *PROMPT, cwd=place))
         assert line == (f"{library}: {reason}remove its folder, and what needs it builds it again: rm -r "
-                        f"{library.parent}")
-    subprocess.run(line.rpartition(": ")[2].split(), check=True)
+                        f"{shlex.quote(str(library.parent))}")
+    subprocess.run(shlex.split(line.rpartition(": ")[2]), check=True)
     assert program("colibri.run", "--model", model, *PROMPT, cwd=place).returncode == 0
 
 
@@ -405,7 +428,7 @@ def test_model_with_a_space_in_its_name(place):
     ("--model moe.bin --prompt -", "</dev/zero",
      "--prompt: more than 16777216 bytes, expected what fits the context; use fewer")])
 def test_closed_full_and_endless_streams(place, options, redirection, message):
-    command = f"{sys.executable} -m colibri.run {options} {redirection}"
+    command = f"{shlex.quote(sys.executable)} -m colibri.run {options} {redirection}"
     run = subprocess.run(["bash", "-c", command], cwd=place, check=False, capture_output=True, text=True, timeout=60,
                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"{message}\n" if message else "")

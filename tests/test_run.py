@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from conftest import ROOT, program
 from synthetic import STACK, write_model
 
 from bench.latency import plain
-from colibri import report
+from colibri import report, run, weights
 from colibri.engine import Engine
 
 PROMPT = "It was the custom of "
@@ -104,9 +106,21 @@ def test_memory_that_the_warm_up_touched_is_no_growth(moe_32):
 def test_bandwidth_is_measured_quickly(moe_32, engine):
     run = figures("--model", moe_32, "--seq-len", 70, "--max-new-tokens", 60, "--repeat", 1)
     assert run["itl_ms"]["count"] == 59 and 0 < run["fraction_of_read_bandwidth"] < 2
-    start = time.perf_counter()
-    assert engine.memory.read_bandwidth(engine.checkpoint, 1) > 1e9
-    assert time.perf_counter() - start < 1  # 0.3 on a machine of its own
+    assert engine.memory.read_bandwidth(engine.checkpoint, 1) > 0
+
+
+@pytest.mark.parametrize("pass_seconds, passes", [(1e-3, 6), (0.3 * weights.PROBE_SECONDS, 4), (9.0, 2)])
+def test_bandwidth_takes_no_longer_than_it_may(engine, monkeypatch, pass_seconds, passes):
+    """A slow memory is read twice: pages come in, and one pass counts."""
+    now, sizes = [0.0], []
+
+    def read_sum(start, size, threads):
+        sizes.append(size)
+        now[0] += pass_seconds
+    monkeypatch.setattr(weights, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(engine.memory, "_library", types.SimpleNamespace(read_sum=read_sum))
+    assert engine.memory.read_bandwidth(engine.checkpoint, 1) == pytest.approx(sizes[0] / pass_seconds)
+    assert len(sizes) == passes and max(sizes) <= weights.PROBE_BYTES[1]
 
 
 def test_few_steps_give_no_rate(moe_32):
@@ -144,9 +158,9 @@ def test_a_failed_write_leaves_the_older_output(stack, tmp_path):
     """A disk that is full, as a limit on the size of a file."""
     np.save(tmp_path / "x.npy", np.zeros((3000, 64), np.float32))
     (tmp_path / "y.npy").write_bytes(b"something older")
-    command = (f"trap '' XFSZ; ulimit -f 100; {sys.executable} -m colibri.run --model {stack} --input {tmp_path}/x.npy "
-               f"--output {tmp_path}/y.npy")
-    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["bash", "-c", "trap '' XFSZ; ulimit -f 100; exec \"$@\"", "bash", sys.executable, "-m", "colibri.run"]
+    run = subprocess.run([*command, "--model", stack, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy"],
+                         cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr == (f"{tmp_path}/y.npy: File too large, expected to write 768000 bytes there; choose another "
                           "--output\n")
@@ -218,16 +232,16 @@ def test_reader_that_goes_away(moe_32):
     process.stderr.close()
 
 
-def test_first_byte_soon(moe_32):
-    """Warm cache, built library: the best of some starts, since other work may share the machine."""
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        process = start("--model", moe_32, "--prompt", PROMPT)
-        process.stdout.read(1)
-        seconds.append(time.perf_counter() - begin)
-        process.communicate()
-    assert min(seconds) < 0.3
+def test_each_byte_before_the_next_step(moe_32, monkeypatch, capfdbinary):
+    """A token's text is out before the next token is worked on, the prompt's before the second one."""
+    written, step = [], Engine.step
+
+    def watched(*arguments, **options):
+        written.append(capfdbinary.readouterr().out)
+        return step(*arguments, **options)
+    monkeypatch.setattr(Engine, "step", watched)
+    run.main(["--model", str(moe_32), "--backend", "host", "--prompt", PROMPT, "--max-new-tokens", "5"])
+    assert list(map(len, written)) == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("module", ["colibri.run", "converter"])
@@ -295,7 +309,7 @@ def test_readme_commands(tmp_path):
     for name in ("models", "tests"):
         os.symlink(ROOT / name, tmp_path / name)
     for command in commands:
-        command = command.replace("python ", f"{sys.executable} ", 1)
+        command = command.replace("python ", f"{shlex.quote(sys.executable)} ", 1)
         run = subprocess.run(["bash", "-c", command], cwd=tmp_path, check=False, capture_output=True, text=True,
                              env={**os.environ, "PYTHONPATH": str(ROOT)})
         assert run.returncode == 0, run.stderr
