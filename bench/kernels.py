@@ -280,7 +280,8 @@ def product_ceiling(size=8192):
 BLOCK = ["router", "experts_up", "experts_down", "combine"]
 MOE_OPS = {"block": BLOCK, "single": BLOCK, "router": ["router"], "select": [],
            "experts_up": ["experts_up"], "experts_down": ["experts_down"], "combine": ["combine"]}
-DENSE_OPS = {name: [name] for name in ("norm", "qkv", "rope", "attention", "attention_out", "gather_norm", "lm_head")}
+DENSE_OPS = {name: [name] for name in ("ffn_norm", "qkv", "rope", "attention", "attention_out", "gather_norm",
+                                              "lm_head")}
 MLP_OPS = {"mlp": ["mlp"]}
 OPS = {**MOE_OPS, **DENSE_OPS, **MLP_OPS}
 MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1}

@@ -116,6 +116,7 @@
 #define OWN_Q ((ATTENTION_KIND == ATTENTION_LATENT) * (Q_LORA_RANK > 0) + (ATTENTION_KIND == ATTENTION_MOA))
 #define NOPE_DIM ((ATTENTION_KIND == ATTENTION_LATENT) * (HEAD_DIM - ROTARY_DIM)) /* of k that comes from the latent */
 #define KV_B_ROWS ((ATTENTION_KIND == ATTENTION_LATENT) * NUM_HEADS * (NOPE_DIM + V_HEAD_DIM))
+#define HAS_RESIDUAL (NUM_HEADS > 0) /* a bare stack's layer writes over its input */
 #define MLP_FFN (DENSE_FFN > SHARED_FFN ? DENSE_FFN : SHARED_FFN)
 
 #define MAX_TOKENS (MAX_BATCH > MAX_SEQ_LEN ? MAX_BATCH : MAX_SEQ_LEN) /* of one forward call */

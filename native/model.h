@@ -106,6 +106,9 @@ typedef struct Model {
     int32_t layer;       /* that is being run or launched; -1 outside of the layers */
 } Model;
 
+/* What a layer's router, mlp and experts read: the normed residual stream, or a bare stack's input as it is. */
+static inline const float *ffn_input(const Model *m) { return HAS_RESIDUAL ? m->state.normed : m->state.x; }
+
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__
 #else

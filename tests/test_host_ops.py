@@ -324,9 +324,10 @@ def test_each_op_of_the_transformer():
     host.begin(5, tokens=tokens, positions=positions, slots=[0, 1, 2, 2, 1], num_logits=2, logit_rows=[4, 1])
     host.run("embed", 5)
     assert np.array_equal(host.state["x"][:5], model["embed"][tokens])
-    host.run("norm", 5, 1)
-    normed = reference.rms_norm(model["embed"][tokens].astype(np.float64), layer["ffn_norm"], 1e-5)
-    assert np.allclose(host.state["normed"][:5], normed, rtol=1e-5, atol=1e-7)
+    for norm in ("attention_norm", "ffn_norm"):
+        host.run(norm, 5, 1)
+        normed = reference.rms_norm(model["embed"][tokens].astype(np.float64), layer[norm], 1e-5)
+        assert np.allclose(host.state["normed"][:5], normed, rtol=1e-5, atol=1e-7)
     host.run("qkv", 5, 1)
     assert relative_error(host.state["qkv"][:5], normed @ layer["qkv"].T) < 1e-6
     before = host.state["qkv"][:5].reshape(5, 10, 10).astype(np.float64)

@@ -39,12 +39,12 @@ __global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch
 
 } // namespace
 
-int cuda_begin(Model *m, int num_tokens) {
+int cuda_begin(Model *m, int num_tokens, int) {
     return launch(m, "begin", begin_kernel, dim3(ceil_div(num_tokens, THREADS), INPUTS), THREADS, 0, device_batch(m),
                   m->batch, num_tokens);
 }
 
-int cuda_embed(Model *m, int num_tokens) {
+int cuda_embed(Model *m, int num_tokens, int) {
     return launch(m, "embed", embed_kernel, dim3(num_tokens, ceil_div(HIDDEN, THREADS)), THREADS, 0, m->state.x,
                   m->weights.embed, device_batch(m), m->header.embedding_multiplier);
 }

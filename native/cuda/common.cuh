@@ -18,28 +18,15 @@
 
 static_assert(WEIGHT_DTYPE != DTYPE_F32, "CUDA runs f16 and bf16 weights; convert the model with one of these dtypes");
 
-/* The ops, named as in ops.h. */
+/* The ops of ops.h. */
 int cuda_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads,
                 void *stream);
-int cuda_begin(Model *m, int num_tokens);
-int cuda_embed(Model *m, int num_tokens);
-int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
-int cuda_qkv(Model *m, int num_tokens, const Layer *layer);
-int cuda_queries(Model *m, int num_tokens, int layer);
-int cuda_rope(Model *m, int num_tokens, int layer);
-int cuda_attention(Model *m, int num_tokens, int layer);
-int cuda_attention_out(Model *m, int num_tokens, const Layer *layer);
-int cuda_router(Model *m, int num_tokens, int layer, const float *input);
-int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
-int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
-int cuda_experts_down(Model *m, int num_tokens, const Layer *layer);
-int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual);
-int cuda_gather_norm(Model *m, int num_logits);
-int cuda_lm_head(Model *m, int num_logits);
-int cuda_sample(Model *m, int num_logits);
+#define OP(op, has) Op cuda_##op;
+OPS(OP)
+#undef OP
 
 /* q_b and kv_b of ATTENTION_LATENT: from the latents of qkv to q and kv. */
-int cuda_latent_products(Model *m, int num_tokens, const Layer *layer);
+int cuda_latent_products(Model *m, int num_tokens, int layer);
 
 /* The scratch block: the step's batch, copied to the device by begin; the routing's and the products' part; attention's. */
 int64_t cuda_product_scratch_bytes();

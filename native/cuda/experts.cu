@@ -33,19 +33,22 @@ int add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *
 
 } // namespace
 
-int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    return product<Up>(m, num_tokens,
-                       job_of<Up>(m, layer->experts_up, layer->experts_up_bias, input, m->state.expert_mid));
+int cuda_experts_up(Model *m, int num_tokens, int layer) {
+    const Layer &weights = m->weights.layers[layer];
+    return product<Up>(m, num_tokens, job_of<Up>(m, weights.experts_up, weights.experts_up_bias, ffn_input(m),
+                                                 m->state.expert_mid));
 }
 
-int cuda_experts_down(Model *m, int num_tokens, const Layer *layer) {
-    return product<Down>(m, num_tokens, job_of<Down>(m, layer->experts_down, layer->experts_down_bias,
+int cuda_experts_down(Model *m, int num_tokens, int layer) {
+    const Layer &weights = m->weights.layers[layer];
+    return product<Down>(m, num_tokens, job_of<Down>(m, weights.experts_down, weights.experts_down_bias,
                                                      m->state.expert_mid, m->state.expert_out));
 }
 
-int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual) {
-    return add_up(m, num_tokens, residual, layer->router, layer->mlp_up ? m->state.mlp_out : nullptr,
-                  layer->ffn_out_bias);
+int cuda_combine(Model *m, int num_tokens, int layer) {
+    const Layer &weights = m->weights.layers[layer];
+    return add_up(m, num_tokens, HAS_RESIDUAL, weights.router, weights.mlp_up ? m->state.mlp_out : nullptr,
+                  weights.ffn_out_bias);
 }
 
 #if ATTENTION_KIND == ATTENTION_MOA
@@ -56,9 +59,10 @@ int cuda_queries(Model *m, int num_tokens, int layer) {
                                                        m->state.q));
 }
 
-int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
-    TRY(product<MoaOut>(m, num_tokens, job_of<MoaOut>(m, layer->attention_experts_out, nullptr, m->state.attention,
+int cuda_attention_out(Model *m, int num_tokens, int layer) {
+    const Layer &weights = m->weights.layers[layer];
+    TRY(product<MoaOut>(m, num_tokens, job_of<MoaOut>(m, weights.attention_experts_out, nullptr, m->state.attention,
                                                       m->state.expert_out)));
-    return add_up(m, num_tokens, 1, true, nullptr, layer->attention_out_bias);
+    return add_up(m, num_tokens, 1, true, nullptr, weights.attention_out_bias);
 }
 #endif

@@ -31,7 +31,7 @@ int cuda_queries(Model *m, int num_tokens, int layer) {
     const Layer &weights = m->weights.layers[layer];
     TRY(launch(m, "latent_norm", latent_norm_kernel, dim3(num_tokens, 1 + (Q_LORA_RANK > 0)), THREADS, 0, m->state.qkv,
                weights.kv_a_norm, weights.q_a_norm, &device_batch(m)->num_tokens, m->header.latent_norm_eps));
-    return cuda_latent_products(m, num_tokens, &weights);
+    return cuda_latent_products(m, num_tokens, layer);
 }
 
 #endif

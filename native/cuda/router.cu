@@ -590,8 +590,8 @@ int cuda_route(Model *m, int num_tokens, int layer, const float *input, const fl
                            routing, scratch_of(m), num_tokens);
 }
 
-int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
+int cuda_router(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
-    return cuda_route(m, num_tokens, layer, input, weights->router, weights->router_logit_bias,
+    return cuda_route(m, num_tokens, layer, ffn_input(m), weights->router, weights->router_logit_bias,
                       ROUTER_BIAS ? weights->router_bias : nullptr, true);
 }

@@ -40,9 +40,9 @@ int host_attention(Model *m, int num_tokens, int layer) {
 }
 
 /* MOA's output matrices, an expert a slot: expert_out of the query heads that this expert made. */
-static void moa_out(Model *m, const Layer *layer) {
+static void moa_out(Model *m, const Layer *weights) {
     Product p = host_grouped(m);
-    p.panels = layer->attention_experts_out;
+    p.panels = weights->attention_experts_out;
     p.input = m->state.attention;
     p.input_divisor = 1;
     p.output = m->state.expert_out;
@@ -51,15 +51,16 @@ static void moa_out(Model *m, const Layer *layer) {
     host_product(m, &p);
 }
 
-int host_attention_out(Model *m, int num_tokens, const Layer *layer) {
+int host_attention_out(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
     if (ATTENTION_KIND == ATTENTION_MOA) {
-        moa_out(m, layer);
-        host_add_up(m, num_tokens, 1, K, NULL, layer->attention_out_bias);
+        moa_out(m, weights);
+        host_add_up(m, num_tokens, 1, K, NULL, weights->attention_out_bias);
         return 0;
     }
     host_dense(m, num_tokens, (Product){
-        .panels = layer->attention_out, .input = m->state.attention, .output = m->state.x,
-        .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = layer->attention_out_bias,
+        .panels = weights->attention_out, .input = m->state.attention, .output = m->state.x,
+        .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = weights->attention_out_bias,
         .scale = m->header.residual_multiplier, .epilogue = ADD});
     return 0;
 }

@@ -9,12 +9,13 @@ Product host_grouped(const Model *m) {
                      .item_rows = PANEL_ROWS, .item_outputs = PANEL_ROWS, .scale = 1};
 }
 
-int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
+int host_experts_up(Model *m, int num_tokens, int layer) {
     (void)num_tokens; /* the offsets count them */
+    const Layer *weights = &m->weights.layers[layer];
     Product p = host_grouped(m);
-    p.panels = layer->experts_up;
-    p.bias = EXPERT_BIAS ? layer->experts_up_bias : NULL;
-    p.input = input;
+    p.panels = weights->experts_up;
+    p.bias = EXPERT_BIAS ? weights->experts_up_bias : NULL;
+    p.input = ffn_input(m);
     p.input_divisor = K;
     p.output = m->state.expert_mid;
     p.columns = HIDDEN;
@@ -25,11 +26,12 @@ int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *i
     return 0;
 }
 
-int host_experts_down(Model *m, int num_tokens, const Layer *layer) {
+int host_experts_down(Model *m, int num_tokens, int layer) {
     (void)num_tokens;
+    const Layer *weights = &m->weights.layers[layer];
     Product p = host_grouped(m);
-    p.panels = layer->experts_down;
-    p.bias = EXPERT_BIAS ? layer->experts_down_bias : NULL;
+    p.panels = weights->experts_down;
+    p.bias = EXPERT_BIAS ? weights->experts_down_bias : NULL;
     p.input = m->state.expert_mid;
     p.input_divisor = 1;
     p.output = m->state.expert_out;
@@ -52,16 +54,18 @@ static void gate_row(const void *job, long t) {
     for (int i = 0; i < HIDDEN; i++) g->rows[t * HIDDEN + i] *= weight;
 }
 
-int host_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    const int ffn = layer->router ? SHARED_FFN : DENSE_FFN;
+int host_mlp(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    const float *input = ffn_input(m);
+    const int ffn = weights->router ? SHARED_FFN : DENSE_FFN;
     host_dense(m, num_tokens, (Product){
-        .panels = layer->mlp_up, .input = input, .output = m->state.mlp_mid, .columns = HIDDEN, .outputs = ffn,
+        .panels = weights->mlp_up, .input = input, .output = m->state.mlp_mid, .columns = HIDDEN, .outputs = ffn,
         .scale = 1, .epilogue = ACTIVATE});
     host_dense(m, num_tokens, (Product){
-        .panels = layer->mlp_down, .input = m->state.mlp_mid, .output = m->state.mlp_out, .columns = ffn,
+        .panels = weights->mlp_down, .input = m->state.mlp_mid, .output = m->state.mlp_out, .columns = ffn,
         .outputs = HIDDEN, .scale = 1});
-    Gate gate = {layer->shared_gate, input, m->state.mlp_out};
-    if (layer->shared_gate) parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * HIDDEN, gate_row, &gate);
+    Gate gate = {weights->shared_gate, input, m->state.mlp_out};
+    if (weights->shared_gate) parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * HIDDEN, gate_row, &gate);
     return 0;
 }
 
@@ -92,8 +96,9 @@ void host_add_up(const Model *m, int num_tokens, int residual, int num_slots, co
     parallel_for(m->num_threads, num_tokens, (double)num_tokens * (num_slots + 1) * HIDDEN, add_up_token, &sum);
 }
 
-int host_combine(Model *m, int num_tokens, const Layer *layer, int residual) {
-    host_add_up(m, num_tokens, residual, layer->router ? K : 0, layer->mlp_up ? m->state.mlp_out : NULL,
-                layer->ffn_out_bias);
+int host_combine(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    host_add_up(m, num_tokens, HAS_RESIDUAL, weights->router ? K : 0, weights->mlp_up ? m->state.mlp_out : NULL,
+                weights->ffn_out_bias);
     return 0;
 }

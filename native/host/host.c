@@ -39,7 +39,8 @@ static int64_t scratch_bytes(void) { return (int64_t)sizeof(float) * MAX_TOKENS 
     if (b->array[i] < 0 || b->array[i] >= (limit))                                                       \
         return fail("batch: " #array "[%d]=%d, expected 0 to %d; " fix, i, b->array[i], (int)(limit)-1);
 
-int host_begin(Model *m, int num_tokens) {
+int host_begin(Model *m, int num_tokens, int layer) {
+    (void)layer;
     Batch *b = m->batch;
     if (!host_kernels()) return -1;
     if (num_tokens < 1 || num_tokens > MAX_TOKENS || num_tokens != b->num_tokens)
@@ -78,7 +79,8 @@ static float to_float(weight_t weight) {
 #endif
 }
 
-int host_embed(Model *m, int num_tokens) {
+int host_embed(Model *m, int num_tokens, int layer) {
+    (void)layer;
     if (!NUM_HEADS) memcpy(m->state.x, m->batch->input, sizeof(float) * HIDDEN * num_tokens);
     for (int t = 0; NUM_HEADS && t < num_tokens; t++) {
         int token = m->batch->tokens[t];
@@ -90,9 +92,6 @@ int host_embed(Model *m, int num_tokens) {
     return 0;
 }
 
-const Ops host_ops = {
-    .name = name, .scratch_bytes = scratch_bytes, .begin = host_begin, .embed = host_embed,
-    .norm = host_norm, .qkv = host_qkv, .queries = host_queries, .rope = host_rope, .attention = host_attention,
-    .attention_out = host_attention_out, .router = host_router, .mlp = host_mlp, .experts_up = host_experts_up,
-    .experts_down = host_experts_down, .combine = host_combine, .gather_norm = host_gather_norm,
-    .lm_head = host_lm_head, .sample = host_sample};
+#define OP(op, has) .op = (has) ? host_##op : NULL,
+const Ops host_ops = {.name = name, .scratch_bytes = scratch_bytes, OPS(OP)};
+#undef OP

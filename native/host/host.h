@@ -93,22 +93,6 @@ static inline float *q_row(const Model *m, int64_t t) {
     return OWN_Q ? m->state.q + t * NUM_HEADS * HEAD_DIM : m->state.qkv + t * QKV_ROWS;
 }
 
-int host_begin(Model *m, int num_tokens);
-int host_embed(Model *m, int num_tokens);
-int host_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
-int host_qkv(Model *m, int num_tokens, const Layer *layer);
-int host_queries(Model *m, int num_tokens, int layer);
-int host_rope(Model *m, int num_tokens, int layer);
-int host_attention(Model *m, int num_tokens, int layer);
-int host_attention_out(Model *m, int num_tokens, const Layer *layer);
-int host_router(Model *m, int num_tokens, int layer, const float *input);
-int host_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
-int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
-int host_experts_down(Model *m, int num_tokens, const Layer *layer);
-int host_combine(Model *m, int num_tokens, const Layer *layer, int residual);
-int host_gather_norm(Model *m, int num_logits);
-int host_lm_head(Model *m, int num_logits);
-int host_sample(Model *m, int num_logits);
 void host_fill_rope_table(const Model *m, int num_tokens);
 
 /* A float's bits, mapped so that unsigned order is the order of numbers, with -0 equal to +0. */

@@ -101,14 +101,16 @@ void host_dense(const Model *m, int num_rows, Product p) {
     host_product(m, &p);
 }
 
-int host_qkv(Model *m, int num_tokens, const Layer *layer) {
+int host_qkv(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
     host_dense(m, num_tokens, (Product){
-        .panels = layer->qkv, .input = m->state.normed, .output = m->state.qkv, .columns = HIDDEN,
-        .outputs = QKV_ROWS, .bias = layer->qkv_bias, .scale = 1});
+        .panels = weights->qkv, .input = m->state.normed, .output = m->state.qkv, .columns = HIDDEN,
+        .outputs = QKV_ROWS, .bias = weights->qkv_bias, .scale = 1});
     return 0;
 }
 
-int host_lm_head(Model *m, int num_logits) {
+int host_lm_head(Model *m, int num_logits, int layer) {
+    (void)layer;
     host_dense(m, num_logits, (Product){
         .panels = m->header.tied_embeddings ? m->weights.embed : m->weights.lm_head, .input = m->state.normed,
         .output = m->state.logits, .columns = HIDDEN, .outputs = VOCAB_SIZE, .bias = m->weights.lm_head_bias,

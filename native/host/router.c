@@ -222,8 +222,8 @@ int host_route(Model *m, int num_tokens, int layer, const float *input, const fl
     return 0;
 }
 
-int host_router(Model *m, int num_tokens, int layer, const float *input) {
+int host_router(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
-    return host_route(m, num_tokens, layer, input, weights->router, weights->router_logit_bias,
+    return host_route(m, num_tokens, layer, ffn_input(m), weights->router, weights->router_logit_bias,
                       ROUTER_BIAS ? weights->router_bias : NULL);
 }
