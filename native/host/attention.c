@@ -38,29 +38,3 @@ int host_attention(Model *m, int num_tokens, int layer) {
     parallel_for(m->num_threads, (long)num_tokens * NUM_KV_HEADS, cost, attend_item, &attention);
     return 0;
 }
-
-/* MOA's output matrices, an expert a slot: expert_out of the query heads that this expert made. */
-static void moa_out(Model *m, const Layer *weights) {
-    Product p = host_grouped(m);
-    p.panels = weights->attention_experts_out;
-    p.input = m->state.attention;
-    p.input_divisor = 1;
-    p.output = m->state.expert_out;
-    p.columns = NUM_KV_HEADS * HEAD_DIM;
-    p.outputs = HIDDEN;
-    host_product(m, &p);
-}
-
-int host_attention_out(Model *m, int num_tokens, int layer) {
-    const Layer *weights = &m->weights.layers[layer];
-    if (ATTENTION_KIND == ATTENTION_MOA) {
-        moa_out(m, weights);
-        host_add_up(m, num_tokens, 1, K, NULL, weights->attention_out_bias);
-        return 0;
-    }
-    host_dense(m, num_tokens, (Product){
-        .panels = weights->attention_out, .input = m->state.attention, .output = m->state.x,
-        .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = weights->attention_out_bias,
-        .scale = m->header.residual_multiplier, .epilogue = ADD});
-    return 0;
-}

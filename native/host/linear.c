@@ -1,4 +1,4 @@
-/* Products with panels: the experts' and, as products of one expert, the dense ones. */
+/* Products with panels: the experts' and, as products of one expert, the dense ones; the dense ops. */
 #include "host.h"
 
 /* Work items go expert by expert, panel by panel, chunk of rows by chunk of rows: an expert's inputs stay in the cache
@@ -108,6 +108,17 @@ int host_qkv(Model *m, int num_tokens, int layer) {
         .outputs = QKV_ROWS, .bias = weights->qkv_bias, .scale = 1});
     return 0;
 }
+
+#if ATTENTION_KIND != ATTENTION_MOA
+int host_attention_out(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    host_dense(m, num_tokens, (Product){
+        .panels = weights->attention_out, .input = m->state.attention, .output = m->state.x,
+        .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = weights->attention_out_bias,
+        .scale = m->header.residual_multiplier, .epilogue = ADD});
+    return 0;
+}
+#endif
 
 int host_lm_head(Model *m, int num_logits, int layer) {
     (void)layer;
