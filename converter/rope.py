@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 
+from colibri import headers
 from colibri.errors import ColibriError
 from converter.values import Values
 
-MAX_HEAD_DIM = 512  # what the kernels hold
+MAX_HEAD_DIM = headers.default().constants["MAX_HEAD_DIM"]
 # rope_type -> what it may bring along; another kind, or another field, is refused.
 KNOWN = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
          "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor")}

@@ -121,64 +121,67 @@
 
 #define MAX_TOKENS (MAX_BATCH > MAX_SEQ_LEN ? MAX_BATCH : MAX_SEQ_LEN) /* of one forward call */
 
+/* Every value that is baked in: struct Config's field, which is the header's up to interleave_rows and the library's own
+ * from there on, and the macro that sets it. */
+#define CONFIG_FIELDS(F) \
+    F(num_experts, NUM_EXPERTS) \
+    F(k, K) \
+    F(hidden, HIDDEN) \
+    F(ffn, FFN) \
+    F(num_heads, NUM_HEADS) \
+    F(num_kv_heads, NUM_KV_HEADS) \
+    F(head_dim, HEAD_DIM) \
+    F(vocab_size, VOCAB_SIZE) \
+    F(weight_dtype, WEIGHT_DTYPE) \
+    F(activation, ACTIVATION) \
+    F(gated, GATED) \
+    F(router_kind, ROUTER_KIND) \
+    F(router_bias, ROUTER_BIAS) \
+    F(renormalize, RENORMALIZE) \
+    F(num_groups, NUM_GROUPS) \
+    F(topk_groups, TOPK_GROUPS) \
+    F(norm_kind, NORM_KIND) \
+    F(rope_kind, ROPE_KIND) \
+    F(attention_kind, ATTENTION_KIND) \
+    F(v_head_dim, V_HEAD_DIM) \
+    F(rotary_dim, ROTARY_DIM) \
+    F(q_lora_rank, Q_LORA_RANK) \
+    F(kv_lora_rank, KV_LORA_RANK) \
+    F(qk_norm, QK_NORM) \
+    F(sinks, SINKS) \
+    F(expert_bias, EXPERT_BIAS) \
+    F(dense_ffn, DENSE_FFN) \
+    F(shared_ffn, SHARED_FFN) \
+    F(shared_gate, SHARED_GATE) \
+    F(interleave_rows, PANEL_ROWS) \
+    F(max_batch, MAX_BATCH) \
+    F(max_seq_len, MAX_SEQ_LEN) \
+    F(window_piece, WINDOW_PIECE) \
+    F(cuda_arch, CUDA_ARCH)
+
 #ifdef __cplusplus
-#define STATIC_ASSERT(condition) static_assert(condition, "native/config.h: expected " #condition "; correct DEFINES")
+#define STATIC_ASSERT(condition, text) static_assert(condition, "native/config.h: expected " text "; correct DEFINES")
 #else
-#define STATIC_ASSERT(condition) _Static_assert(condition, "native/config.h: expected " #condition "; correct DEFINES")
+#define STATIC_ASSERT(condition, text) _Static_assert(condition, "native/config.h: expected " text "; correct DEFINES")
 #endif
 
-STATIC_ASSERT(NUM_EXPERTS >= 1 && NUM_EXPERTS <= 256);
-STATIC_ASSERT(K >= 1 && K <= 16 && K <= NUM_EXPERTS);
-STATIC_ASSERT(HIDDEN >= 1 && FFN >= 1 && MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1);
-STATIC_ASSERT(NUM_HEADS == 0 || (NUM_KV_HEADS >= 1 && NUM_HEADS % (NUM_KV_HEADS ? NUM_KV_HEADS : 1) == 0));
-STATIC_ASSERT(NUM_HEADS == 0 || (HEAD_DIM >= 2 && HEAD_DIM % 2 == 0 && HEAD_DIM <= 512));
-STATIC_ASSERT((NUM_HEADS == 0) == (VOCAB_SIZE == 0));
-STATIC_ASSERT(NUM_EXPERTS % NUM_GROUPS == 0 && TOPK_GROUPS >= 1 && TOPK_GROUPS <= NUM_GROUPS);
-STATIC_ASSERT(TOPK_GROUPS * (NUM_EXPERTS / NUM_GROUPS) >= K);
-STATIC_ASSERT(ROUTER_KIND != ROUTER_SPARSEMIXER || K == 2);
-STATIC_ASSERT(ROTARY_DIM % 2 == 0 && ROTARY_DIM <= HEAD_DIM);
-STATIC_ASSERT(NUM_HEADS == 0 || (V_HEAD_DIM >= 1 && V_HEAD_DIM <= 512));
-STATIC_ASSERT(ATTENTION_KIND != ATTENTION_LATENT || (NUM_KV_HEADS == NUM_HEADS && KV_LORA_RANK >= 1));
-STATIC_ASSERT(ATTENTION_KIND != ATTENTION_LATENT || ROTARY_DIM < HEAD_DIM);
-STATIC_ASSERT(ATTENTION_KIND == ATTENTION_LATENT || (V_HEAD_DIM == HEAD_DIM && KV_LORA_RANK == 0 && Q_LORA_RANK == 0));
-STATIC_ASSERT(ATTENTION_KIND != ATTENTION_MOA || NUM_HEADS == K * NUM_KV_HEADS);
-STATIC_ASSERT(MLP_FFN == 0 || GATED);
+STATIC_ASSERT(MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1,
+              "MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1");
+
+/* MODEL_RULES of the values that are baked in. Nothing calls it. */
+static inline void check_model_rules(void) {
+#define VALUE(field, macro) field = (macro),
+    enum { CONFIG_FIELDS(VALUE) };
+#undef VALUE
+#define RULE(field, condition, words) STATIC_ASSERT(condition, #condition);
+    MODEL_RULES(RULE)
+#undef RULE
+}
+
+#define CONFIG_FIELD(field, macro) uint32_t field;
 
 typedef struct Config {
-    uint32_t num_experts;
-    uint32_t k;
-    uint32_t hidden;
-    uint32_t ffn;
-    uint32_t num_heads;
-    uint32_t num_kv_heads;
-    uint32_t head_dim;
-    uint32_t vocab_size;
-    uint32_t weight_dtype;
-    uint32_t activation;
-    uint32_t gated;
-    uint32_t router_kind;
-    uint32_t router_bias;
-    uint32_t renormalize;
-    uint32_t num_groups;
-    uint32_t topk_groups;
-    uint32_t norm_kind;
-    uint32_t rope_kind;
-    uint32_t attention_kind;
-    uint32_t v_head_dim;
-    uint32_t rotary_dim;
-    uint32_t q_lora_rank;
-    uint32_t kv_lora_rank;
-    uint32_t qk_norm;
-    uint32_t sinks;
-    uint32_t expert_bias;
-    uint32_t dense_ffn;
-    uint32_t shared_ffn;
-    uint32_t shared_gate;
-    uint32_t interleave_rows;
-    uint32_t max_batch;         /* from here on the library's own: not in the file */
-    uint32_t max_seq_len;
-    uint32_t window_piece;
-    uint32_t cuda_arch;         /* 0: no CUDA backend; 90 for sm_90 */
+    CONFIG_FIELDS(CONFIG_FIELD)
 } Config;
 
 #endif

@@ -15,6 +15,9 @@
 #define GATE_GROUP 8  /* gated experts: 8 gate rows, 8 up rows, 8 gate rows, ... */
 #define MAX_RANK 3
 #define MAX_TENSORS 65536 /* so that a damaged count does not keep a reader busy */
+#define MAX_EXPERTS 256
+#define MAX_K 16
+#define MAX_HEAD_DIM 512
 
 /* weight_dtype, BinTensor.dtype */
 #define DTYPE_F32 0
@@ -198,5 +201,39 @@ typedef struct BinTensor {
     T(experts_down,          weight_t, num_experts * moe, hidden, ffn) \
     T(experts_down_bias,     float,    0, num_experts * hidden * expert_bias * moe, 0) \
     T(ffn_out_bias,          float,    0, hidden * ffn_out_bias, 0)
+
+/* What every model keeps to, in the header's fields. R(field, condition, words): the condition is true, else an error
+ * reads field=got, expected words, with the value of each {name}. config.h asserts the list of what is baked in, Python
+ * evaluates it for files and configs: && and || go from left to right, so that none divides by zero. */
+#define MODEL_RULES(R) \
+    R(num_experts, num_experts >= 1 && num_experts <= MAX_EXPERTS, "1 to {MAX_EXPERTS}") \
+    R(k, k >= 1 && k <= MAX_K && k <= num_experts, "1 to {MAX_K}, and at most num_experts={num_experts}") \
+    R(k, router_kind != ROUTER_SPARSEMIXER || k == 2, "2 with router_kind=sparsemixer") \
+    R(num_groups, num_groups >= 1 && num_experts % num_groups == 0, "a divisor of num_experts={num_experts}") \
+    R(topk_groups, topk_groups >= 1 && topk_groups <= num_groups, "1 to num_groups={num_groups}") \
+    R(topk_groups, topk_groups * (num_experts / num_groups) >= k, "enough groups to hold k={k} experts") \
+    R(hidden, hidden >= 1, "at least 1") \
+    R(ffn, ffn >= 1, "at least 1") \
+    R(vocab_size, (num_heads == 0) == (vocab_size == 0), \
+      "0 for a bare stack of MoE layers (num_heads=0) and at least 1 otherwise") \
+    R(num_kv_heads, num_heads > 0 || num_kv_heads == 0, "0 for num_heads=0") \
+    R(head_dim, num_heads > 0 || head_dim == 0, "0 for num_heads=0") \
+    R(num_kv_heads, num_heads == 0 || (num_kv_heads >= 1 && num_heads % num_kv_heads == 0), \
+      "a divisor of num_heads={num_heads}") \
+    R(head_dim, num_heads == 0 || (head_dim >= 2 && head_dim <= MAX_HEAD_DIM && head_dim % 2 == 0), \
+      "an even number from 2 to {MAX_HEAD_DIM}") \
+    R(rotary_dim, rotary_dim % 2 == 0 && rotary_dim <= head_dim, "an even number up to head_dim={head_dim}") \
+    R(rotary_dim, attention_kind != ATTENTION_LATENT || rotary_dim < head_dim, \
+      "below head_dim={head_dim} with a latent") \
+    R(v_head_dim, attention_kind == ATTENTION_LATENT || v_head_dim == head_dim, "head_dim={head_dim}") \
+    R(v_head_dim, attention_kind != ATTENTION_LATENT || (v_head_dim >= 1 && v_head_dim <= MAX_HEAD_DIM), \
+      "1 to {MAX_HEAD_DIM}") \
+    R(kv_lora_rank, (kv_lora_rank > 0) == (attention_kind == ATTENTION_LATENT), "at least 1 with a latent, else 0") \
+    R(q_lora_rank, attention_kind == ATTENTION_LATENT || q_lora_rank == 0, "0 without a latent") \
+    R(num_kv_heads, attention_kind != ATTENTION_LATENT || num_kv_heads == num_heads, \
+      "num_heads={num_heads} with a latent") \
+    R(num_heads, attention_kind != ATTENTION_MOA || num_heads == k * num_kv_heads, \
+      "k * num_kv_heads, with k={k} and num_kv_heads={num_kv_heads}, with experts of attention") \
+    R(gated, gated == 1 || (dense_ffn == 0 && shared_ffn == 0), "1 with dense_ffn or shared_ffn")
 
 #endif

@@ -319,7 +319,7 @@ def test_defines_of_another_form(place, defines):
 
 
 def test_a_limit_of_the_build_says_so():
-    for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
+    for arguments, line in ((["DEFINES=-DMAX_BATCH=0"], "native/config.h: expected MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1"),
                             (["ARCH=sm_70"], "ARCH=sm_70: expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
                             *(([f"ARCH={arch}"], f"ARCH={arch}: expected one of host ")
                               for arch in ("", "sm_90 ", "host sm_90")),
