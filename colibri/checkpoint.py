@@ -162,7 +162,7 @@ class Checkpoint:
 
     def _view(self, tensor, entry):
         where = f"{self.path}: {tensor.name}"
-        code = self._constants["DTYPE_F32"] if tensor.type == "float" else self.header["weight_dtype"]
+        code = headers.format_of(tensor.type, self.header)
         names = {code: name.upper() for name, code in self._headers.codes("DTYPE").items()}
         got = names.get(entry["dtype"].item(), entry["dtype"])
         rank, offset, size = (entry[name].item() for name in ("rank", "offset", "bytes"))

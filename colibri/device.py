@@ -21,7 +21,7 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from colibri.graphs import MAX_NODES, GraphCache
-from colibri.headers import default, in_mask
+from colibri.headers import default, format_of, in_mask
 from colibri.weights import usable_processors
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
@@ -115,10 +115,17 @@ def memory_info():
 
 
 def check_weights(checkpoint):
-    """That the kernels can be built for a model's weights."""
-    if checkpoint.header["weight_dtype"] == default().constants["DTYPE_F32"]:
-        raise ColibriError(f"{checkpoint.path}: weight_dtype=f32, expected f16 or bf16 on a GPU; convert the model with "
-                           "--dtype bf16, or run it with --backend host")
+    """Checks that the kernels can be built for a model's weights."""
+    names = {code: name for name, code in default().codes("DTYPE").items()}
+    experts, dense = (names[format_of(kind, checkpoint.header)] for kind in ("expert_t", "dense_t"))
+    fix = "convert the model with --dtype bf16, or run it with --backend host"
+    for field, dtype in (("expert_dtype", experts), ("dense_dtype", dense)):
+        if dtype == "f32":
+            field = field if checkpoint.header[field] else "weight_dtype"
+            raise ColibriError(f"{checkpoint.path}: {field}=f32, expected f16 or bf16 on a GPU; {fix}")
+    if experts != dense:
+        raise ColibriError(f"{checkpoint.path}: experts in {experts} and dense matrices in {dense}, expected one dtype "
+                           f"on a GPU; {fix}")
 
 
 def check_library(library):

@@ -26,7 +26,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
              ast.Mod: operator.mod, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt,
              ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.USub: operator.neg}
 
-Tensor = namedtuple("Tensor", "name type shape")  # type: "float" or "weight_t"; shape: 1, 2 or 3 ints
+Tensor = namedtuple("Tensor", "name type shape")  # type: "float", "expert_t" or "dense_t"; shape: 1-3 ints
 Buffer = namedtuple("Buffer", "name dtype rows columns")
 Function = namedtuple("Function", "restype argtypes")
 
@@ -49,7 +49,7 @@ class Headers:
 
     def __init__(self, config=None):
         """config: {"num_experts": 8, ...} overrides config.h's defaults; names are struct Config's fields."""
-        sources = {name: _read(name) for name in ("format.h", "config.h", "model.h", "colibri.h")}
+        sources = {name: _read(name) for name in ("format.h", "panels.h", "config.h", "model.h", "colibri.h")}
         text = "\n".join(sources.values())
         self.tables = {name: _rows(row, body)
                        for name, row, body in re.findall(r"^#define (\w+)\(([A-Z])\) (.*)$", text, re.MULTILINE)}
@@ -149,6 +149,14 @@ class Headers:
 def default():
     """The headers under config.h's default configuration: enough for everything that is about the file alone."""
     return Headers()
+
+
+def format_of(kind, header):
+    """The DTYPE code of a Tensor's elements, by its type. header: a mapping with BinHeader's fields."""
+    if kind == "float":
+        return default().constants["DTYPE_F32"]
+    own = int(header[kind.removesuffix("_t") + "_dtype"])
+    return own - 1 if own else int(header["weight_dtype"])
 
 
 def is_gated(name, header):

@@ -4,7 +4,7 @@
 #ifndef COLIBRI_CONFIG_H
 #define COLIBRI_CONFIG_H
 
-#include "format.h"
+#include "panels.h"
 
 #ifndef NUM_EXPERTS
 #define NUM_EXPERTS 32
@@ -32,6 +32,15 @@
 #endif
 #ifndef WEIGHT_DTYPE
 #define WEIGHT_DTYPE DTYPE_F16
+#endif
+#ifndef EXPERT_DTYPE
+#define EXPERT_DTYPE 0 /* as WEIGHT_DTYPE; else a DTYPE code + 1 */
+#endif
+#ifndef DENSE_DTYPE
+#define DENSE_DTYPE 0
+#endif
+#ifndef COMPUTE_DTYPE
+#define COMPUTE_DTYPE 0
 #endif
 #ifndef ACTIVATION
 #define ACTIVATION ACTIVATION_SILU
@@ -119,10 +128,15 @@
 #define HAS_RESIDUAL (NUM_HEADS > 0) /* a bare stack's layer writes over its input */
 #define MLP_FFN (DENSE_FFN > SHARED_FFN ? DENSE_FFN : SHARED_FFN)
 
+/* DTYPE codes of the experts' matrices, of all others, and of operands and caches beside weights of few bits. */
+#define EXPERT_FORMAT (EXPERT_DTYPE ? EXPERT_DTYPE - 1 : WEIGHT_DTYPE)
+#define DENSE_FORMAT (DENSE_DTYPE ? DENSE_DTYPE - 1 : WEIGHT_DTYPE)
+#define COMPUTE_FORMAT (COMPUTE_DTYPE ? COMPUTE_DTYPE - 1 : WEIGHT_DTYPE)
+
 #define MAX_TOKENS (MAX_BATCH > MAX_SEQ_LEN ? MAX_BATCH : MAX_SEQ_LEN) /* of one forward call */
 
-/* Every value that is baked in: struct Config's field, which is the header's up to interleave_rows and the library's own
- * from there on, and the macro that sets it. */
+/* Every value that is baked in: struct Config's field, which is the header's up to interleave_rows and the library's
+ * own from there on, and the macro that sets it. */
 #define CONFIG_FIELDS(F) \
     F(num_experts, NUM_EXPERTS) \
     F(k, K) \
@@ -133,6 +147,9 @@
     F(head_dim, HEAD_DIM) \
     F(vocab_size, VOCAB_SIZE) \
     F(weight_dtype, WEIGHT_DTYPE) \
+    F(expert_dtype, EXPERT_DTYPE) \
+    F(dense_dtype, DENSE_DTYPE) \
+    F(compute_dtype, COMPUTE_DTYPE) \
     F(activation, ACTIVATION) \
     F(gated, GATED) \
     F(router_kind, ROUTER_KIND) \

@@ -7,11 +7,9 @@
 
 #include "config.h"
 
-#if WEIGHT_DTYPE == DTYPE_F32
-typedef float weight_t;
-#else
-typedef uint16_t weight_t; /* the bits of an f16 or bf16 */
-#endif
+/* A matrix as it is stored: panels.h says how. */
+typedef void expert_t;
+typedef void dense_t;
 
 #define TENSOR_POINTER(name, type, experts, rows, columns) const type *name;
 
@@ -108,12 +106,6 @@ typedef struct Model {
 
 /* What a layer's router, mlp and experts read: the normed residual stream, or a bare stack's input as it is. */
 static inline const float *ffn_input(const Model *m) { return HAS_RESIDUAL ? m->state.normed : m->state.x; }
-
-#ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__
-#else
-#define HOST_DEVICE
-#endif
 
 /* Whether a layer is in window_layers or dense_layers, which have the first 128. */
 static inline int layer_bit(const uint32_t *mask, int layer) {

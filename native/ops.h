@@ -35,8 +35,8 @@
     /* router_logits of input, then all that routing yields: ids, weights, offsets, assignments, active experts, \
      * totals */ \
     O(router, 1) \
-    /* mlp_out = mlp_down (activation(gate input) * up input), with a shared_gate times sigmoid(shared_gate \
-     * . input) */ \
+    /* mlp_out = mlp_down (activation(gate input) * up input), with a shared_gate times \
+     * sigmoid(shared_gate . input) */ \
     O(mlp, MLP_FFN > 0) \
     /* expert_mid = activation(gate input) * up input, for each assignment */ \
     O(experts_up, 1) \

@@ -71,13 +71,13 @@ def test_tensors_of_a_transformer():
                    num_experts=5, gated=1, tied_embeddings=1, router_bias=1)
     tensors = {tensor.name: (tensor.type, tensor.shape) for tensor in headers.default().tensors(model)}
     assert "lm_head" not in tensors
-    assert tensors["embed"] == ("weight_t", (11, 10))
-    assert tensors["layers.1.qkv"] == ("weight_t", (24, 10))
-    assert tensors["layers.1.attention_out"] == ("weight_t", (10, 12))
+    assert tensors["embed"] == ("dense_t", (11, 10))
+    assert tensors["layers.1.qkv"] == ("dense_t", (24, 10))
+    assert tensors["layers.1.attention_out"] == ("dense_t", (10, 12))
     assert tensors["layers.0.router"] == ("float", (5, 10))
     assert tensors["layers.0.router_bias"] == ("float", (5,))
-    assert tensors["layers.0.experts_up"] == ("weight_t", (5, 12, 10))
-    assert tensors["layers.0.experts_down"] == ("weight_t", (5, 10, 6))
+    assert tensors["layers.0.experts_up"] == ("expert_t", (5, 12, 10))
+    assert tensors["layers.0.experts_down"] == ("expert_t", (5, 10, 6))
     assert len(tensors) == 2 + 2 * 8
 
 
@@ -146,6 +146,9 @@ BROKEN = [  # of config.h's defaults: 32 experts, k=2, 8 heads of 16, 4 kv heads
     ({"q_lora_rank": 3}, "q_lora_rank", "0 without a latent"),
     ({**LATENT, "num_kv_heads": 4}, "num_kv_heads", "num_heads=8 with a latent"),
     ({**MOA, "num_heads": 3}, "num_heads", "k * num_kv_heads, with k=2 and num_kv_heads=3, with experts of attention"),
+    ({"expert_dtype": 4}, "expert_dtype", "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)"),
+    ({"dense_dtype": 4}, "dense_dtype", "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)"),
+    ({"compute_dtype": 1}, "compute_dtype", "0 (weight_dtype), 2 (f16) or 3 (bf16)"),
     ({"dense_ffn": 8, "gated": 0}, "gated", "1 with dense_ffn or shared_ffn"),
     ({"shared_ffn": 8, "gated": 0}, "gated", "1 with dense_ffn or shared_ffn"),
     ({}, None, None), (LATENT, None, None), ({**LATENT, "q_lora_rank": 3}, None, None), (MOA, None, None),

@@ -32,8 +32,8 @@ from colibri.native import Library
 
 ROOT = NATIVE.parent
 BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "weight_dtype",
-         "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups",
-         "expert_bias")
+         "expert_dtype", "dense_dtype", "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups",
+         "topk_groups", "expert_bias")
 # A variant of the library is a compilation, so each covers several of the things to cover.
 VARIANTS = {
     "two-matrix f32 gelu": fields(num_experts=1, k=1, hidden=7, ffn=9, weight_dtype=F32, activation=GELU, gated=0),
@@ -296,15 +296,17 @@ def test_minus_infinity_is_allowed_while_k_are_finite():
 
 
 @functools.cache
-def transformer(weight_dtype=F16, tied=0):
+def transformer(weight_dtype=F16, tied=0, **dtypes):
     model = reference.random_model(np.random.default_rng(9), weight_dtype=weight_dtype, tied_embeddings=tied,
-                                   **TRANSFORMER)
+                                   **dtypes, **TRANSFORMER)
     return model, HostModel(model, num_slots=3)
 
 
-@pytest.mark.parametrize("weight_dtype, tied", [(F16, 0), (BF16, 1), (F32, 0)])
-def test_forward_in_pieces_and_mixed_batches(weight_dtype, tied):
-    model, host = transformer(weight_dtype, tied)
+@pytest.mark.parametrize("weight_dtype, tied, dtypes", [
+    (F16, 0, {}), (BF16, 1, {}), (F32, 0, {}), (BF16, 0, {"expert_dtype": F16 + 1}), (F16, 1, {"dense_dtype": F32 + 1}),
+    (F32, 0, {"expert_dtype": BF16 + 1, "dense_dtype": F16 + 1})])
+def test_forward_in_pieces_and_mixed_batches(weight_dtype, tied, dtypes):
+    model, host = transformer(weight_dtype, tied, **dtypes)
     wide, cache = reference.as_float64(model), {}
     rng = np.random.default_rng(4)
     steps = [[(0, p) for p in range(70)], [(1, p) for p in range(3)], [(0, 70), (1, 3), (2, 0)],

@@ -16,7 +16,9 @@
 #include "../error.h"
 #include "../ops.h"
 
-static_assert(WEIGHT_DTYPE != DTYPE_F32, "CUDA runs f16 and bf16 weights; convert the model with one of these dtypes");
+static_assert(EXPERT_FORMAT != DTYPE_F32, "CUDA runs f16 and bf16 weights; convert the model with one of these dtypes");
+static_assert(EXPERT_FORMAT == DENSE_FORMAT, "CUDA runs weights of one dtype; convert the model with --dtype");
+typedef uint16_t weight_t; /* an element of a panel: the bits of an f16 or bf16 */
 
 /* The ops of ops.h. */
 int cuda_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads,
@@ -147,7 +149,7 @@ __device__ __forceinline__ void raise_in_first_block(int *shared, int value) {
 
 /* One weight as float. */
 __device__ __forceinline__ float to_float(weight_t bits) {
-#if WEIGHT_DTYPE == DTYPE_BF16
+#if EXPERT_FORMAT == DTYPE_BF16
     return __uint_as_float((uint32_t)bits << 16);
 #else
     return __half2float(__ushort_as_half(bits));
@@ -161,7 +163,7 @@ __device__ __forceinline__ float2 to_float2(uint32_t bits) {
 
 /* Two floats rounded to weight_t, `low` in the low half. A float beyond f16's range becomes its largest number. */
 __device__ __forceinline__ uint32_t to_weights(float low, float high) {
-#if WEIGHT_DTYPE == DTYPE_BF16
+#if EXPERT_FORMAT == DTYPE_BF16
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
 #else
     const float largest = 65504.0f;
@@ -254,7 +256,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
 
 /* c += a b: 16 rows, 16 columns of a; 8 columns of b. */
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if WEIGHT_DTYPE == DTYPE_BF16
+#if EXPERT_FORMAT == DTYPE_BF16
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
 #else
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -142,9 +142,9 @@ struct Job {
 };
 
 template <class P>
-Job job_of(Model *m, const weight_t *weights, const float *bias, const float *input, float *output) {
+Job job_of(Model *m, const void *weights, const float *bias, const float *input, float *output) {
     Scratch *scratch = scratch_of(m);
-    return {weights, bias, input + P::FIRST, output, 1.0f, swiglu_of(m), &device_batch(m)->num_tokens,
+    return {(const weight_t *)weights, bias, input + P::FIRST, output, 1.0f, swiglu_of(m), &device_batch(m)->num_tokens,
             m->state.expert_offsets, m->state.assignments, scratch->partials, scratch->arrived,
             &scratch->next_item, &scratch->done_blocks};
 }

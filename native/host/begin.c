@@ -34,18 +34,17 @@ int host_begin(Model *m, int num_tokens, int layer) {
     return 0;
 }
 
-static float to_float(weight_t weight) {
-#if WEIGHT_DTYPE == DTYPE_F32
-    return weight;
-#elif WEIGHT_DTYPE == DTYPE_BF16
-    union { uint32_t u; float f; } bits = {(uint32_t)weight << 16};
-    return bits.f;
-#else
+static float to_float(const void *element, int format) {
+    if (format == DTYPE_F32) return *(const float *)element;
+    const uint16_t weight = *(const uint16_t *)element;
+    if (format == DTYPE_BF16) {
+        union { uint32_t u; float f; } bits = {(uint32_t)weight << 16};
+        return bits.f;
+    }
     int exponent = weight >> 10 & 31, mantissa = weight & 1023;
     float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
                                      : ldexpf(exponent ? mantissa + 1024 : mantissa, (exponent ? exponent : 1) - 25);
     return weight & 0x8000 ? -magnitude : magnitude;
-#endif
 }
 
 int host_embed(Model *m, int num_tokens, int layer) {
@@ -53,10 +52,11 @@ int host_embed(Model *m, int num_tokens, int layer) {
     if (!NUM_HEADS) memcpy(m->state.x, m->batch->input, sizeof(float) * HIDDEN * num_tokens);
     for (int t = 0; NUM_HEADS && t < num_tokens; t++) {
         int token = m->batch->tokens[t];
-        const weight_t *panel = m->weights.embed + (int64_t)(token / PANEL_ROWS) * HIDDEN * PANEL_ROWS;
+        const char *panel = (const char *)m->weights.embed +
+                            panel_offset(DENSE_FORMAT, HIDDEN, 1, token / PANEL_ROWS, 0);
         for (int i = 0; i < HIDDEN; i++)
-            m->state.x[(int64_t)t * HIDDEN + i] =
-                to_float(panel[(int64_t)i * PANEL_ROWS + token % PANEL_ROWS]) * m->header.embedding_multiplier;
+            m->state.x[(int64_t)t * HIDDEN + i] = m->header.embedding_multiplier *
+                to_float(panel + element_offset(DENSE_FORMAT, i, token % PANEL_ROWS), DENSE_FORMAT);
     }
     return 0;
 }

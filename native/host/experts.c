@@ -2,9 +2,10 @@
 #include "host.h"
 
 Product host_grouped(const Model *m) {
-    return (Product){.num_experts = NUM_EXPERTS, .num_active = *m->state.num_active, .active = m->state.active_experts,
-                     .offsets = m->state.expert_offsets, .assignments = m->state.assignments,
-                     .item_rows = PANEL_ROWS, .item_outputs = PANEL_ROWS, .scale = 1};
+    return (Product){.format = EXPERT_FORMAT, .num_experts = NUM_EXPERTS, .num_active = *m->state.num_active,
+                     .active = m->state.active_experts, .offsets = m->state.expert_offsets,
+                     .assignments = m->state.assignments, .item_rows = PANEL_ROWS, .item_outputs = PANEL_ROWS,
+                     .scale = 1};
 }
 
 int host_experts_up(Model *m, int num_tokens, int layer) {

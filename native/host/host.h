@@ -18,12 +18,10 @@ typedef float PanelSums[PANEL_ROWS];
 
 typedef struct Kernels {
     const char *path; /* what colibri_path() says */
-    /* sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK; rows
-     * from num_rows on are not asked for; next is a panel that the thread is likely to read next */
-    void (*weight_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                           PanelSums *sums, const void *next);
-    void (*float_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                          PanelSums *sums, const void *next);
+    /* By format: sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK;
+     * rows from num_rows on are not asked for; next is a panel that the thread is likely to read next */
+    void (*product[NUM_DTYPES])(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
+                                PanelSums *sums, const void *next);
     /* experts_up's activation, in place: PANEL_ROWS values, or with gated experts half as many of the pairs */
     void (*activate)(float *sums, const BinHeader *header);
     /* out = x * rsqrt(mean(x^2) + eps) * weight; (length) each; may be in place */
@@ -55,13 +53,14 @@ void parallel_for(int num_threads, long items, double cost, void (*run)(const vo
 
 /* A product over panels: rows of `input` times the matrices of the experts they are assigned to. */
 typedef struct Product {
-    const void *panels;         /* [row panel][expert][column][PANEL_ROWS] */
+    const void *panels;         /* a matrix as panels.h says */
+    int format;                 /* of the panels: a DTYPE code */
     const float *input;         /* (*, columns) */
     float *output;              /* (*, outputs) */
     int columns;
     int input_stride;           /* of input's rows; 0: columns */
     int outputs;                /* values of one output row */
-    int item_rows;              /* of a panel that a work item takes: all, or a part where is_float */
+    int item_rows;              /* of a panel that a work item takes: all, or PART_ROWS */
     int item_outputs;           /* values of an output row that come of them */
     int num_experts;            /* in panels */
     int num_active;
@@ -72,11 +71,11 @@ typedef struct Product {
     const int32_t *assignments; /* row r's output row, and its input row after division by input_divisor; NULL: r */
     int input_divisor;
     enum { STORE, ADD, ACTIVATE } epilogue;
-    int is_float;               /* panels of float whatever weight_t is: the router */
 } Product;
 
 void host_product(const Model *m, const Product *product);
-/* output[i] = matrix input[i] of a matrix (outputs, columns) that is no expert's, for i < num_rows */
+/* output[i] = matrix input[i] of a matrix (outputs, columns) that is no expert's, for i < num_rows; item_rows 0: all
+ * of a panel */
 void host_dense(const Model *m, int num_rows, Product product);
 /* The product's fields that follow from the last routing. */
 Product host_grouped(const Model *m);

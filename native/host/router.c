@@ -206,8 +206,8 @@ static void dispatch(const Model *m, int num_tokens, int layer, int counted) {
 int host_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
                const float *correction) {
     host_dense(m, num_tokens, (Product){
-        .panels = router, .is_float = 1, .input = input, .output = m->state.router_logits, .bias = logit_bias,
-        .columns = HIDDEN, .outputs = NUM_EXPERTS, .scale = 1});
+        .panels = router, .format = DTYPE_F32, .item_rows = PART_ROWS, .input = input, .output = m->state.router_logits,
+        .bias = logit_bias, .columns = HIDDEN, .outputs = NUM_EXPERTS, .scale = 1});
     Route route = {m, correction};
     double cost = 2000.0 * num_tokens * CEIL_DIV(NUM_EXPERTS, SORT_LANES);
     parallel_for(m->num_threads, num_tokens, cost, route_token, &route);
