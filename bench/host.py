@@ -69,6 +69,8 @@ class Stack:
             model = np.zeros(self.library.model_bytes(), np.uint8)
             self.library.bind(model.ctypes.data, 0, header.ctypes.data, weights.ctypes.data, layers.ctypes.data,
                               state.ctypes.data, batch.ctypes.data, 1, threads, None)
+            start = int(model.view(structs["Model"])["state"]["place"][0]) - state.ctypes.data
+            state[start:start + 4 * LAYERS * EXPERTS].view(np.int32).reshape(LAYERS, EXPERTS)[:] = np.arange(EXPERTS)
             x = np.zeros((512, HIDDEN), np.float32)
             batch["input"] = x.ctypes.data
             self.models[threads] = model, batch, x, (header, layers, weights, state)

@@ -108,6 +108,8 @@ class Bench:
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
         self.library.bind(self.model.ctypes.data, 1, header.ctypes.data, weights.ctypes.data, self.layers.ctypes.data,
                           self.state, self.batch, NUM_SLOTS, 1, int(self.stream))
+        experts = np.tile(np.arange(self.config["num_experts"], dtype=np.int32), (num_layers, 1))
+        call("cuMemcpyHtoD", self.offsets["place"], experts.ctypes.data, experts.nbytes)
         self.keep = header, weights
 
     def allocate(self, size):

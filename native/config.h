@@ -102,6 +102,9 @@
 #ifndef SHARED_GATE
 #define SHARED_GATE 0
 #endif
+#ifndef STORED_EXPERTS
+#define STORED_EXPERTS NUM_EXPERTS /* places of a layer's experts in memory; fewer: State.place says which are there */
+#endif
 #ifndef CUDA_ARCH
 #define CUDA_ARCH 0 /* 90 in an sm_90 build */
 #endif
@@ -174,6 +177,7 @@
     F(max_batch, MAX_BATCH) \
     F(max_seq_len, MAX_SEQ_LEN) \
     F(window_piece, WINDOW_PIECE) \
+    F(stored_experts, STORED_EXPERTS) \
     F(cuda_arch, CUDA_ARCH)
 
 #ifdef __cplusplus
@@ -194,6 +198,8 @@ static inline void check_model_rules(void) {
     MODEL_RULES(RULE)
 #undef RULE
 }
+
+STATIC_ASSERT(STORED_EXPERTS >= 1 && STORED_EXPERTS <= NUM_EXPERTS, "1 <= STORED_EXPERTS <= NUM_EXPERTS");
 
 #define CONFIG_FIELD(field, macro) uint32_t field;
 

@@ -32,8 +32,8 @@ typedef struct Batch {
     int32_t num_logits;
     int32_t sample;                     /* 0: logits only */
     int32_t fault;                      /* 0, or FAULT_*; written by the device */
-    int32_t fault_layer;                /* of FAULT_ROUTER_LOGIT, as fault_token; FAULT_LOGIT is where -1 was sampled */
-    int32_t fault_token;
+    int32_t fault_layer;                /* of the router's faults; FAULT_LOGIT is where -1 was sampled */
+    int32_t fault_token;                /* of FAULT_ROUTER_LOGIT the token, of FAULT_EXPERT the expert */
     int32_t tokens[MAX_TOKENS];
     int32_t positions[MAX_TOKENS];
     int32_t slots[MAX_TOKENS];
@@ -47,6 +47,7 @@ typedef struct Batch {
 
 #define FAULT_ROUTER_LOGIT 1 /* a NaN or +inf router logit, or fewer than k finite ones */
 #define FAULT_LOGIT 2        /* a NaN among the logits to sample from */
+#define FAULT_EXPERT 3       /* a chosen expert whose place is -1 */
 
 /* How long the KV cache is, from the header's fields and num_windowed, the number of layers with a window. Such a layer
  * keeps a ring of positions: the window of a step's first token and all that the step brings. */
@@ -64,6 +65,7 @@ typedef struct Batch {
 #define STATE_BUFFERS(B) \
     B(key_cache,        float,    num_slots * NUM_KV_HEADS * cache_positions, HEAD_DIM) /* rows by cache_row() */ \
     B(value_cache,      float,    num_slots * NUM_KV_HEADS * cache_positions, V_HEAD_DIM) \
+    B(place,            int32_t,  num_layers, NUM_EXPERTS) /* of an expert's matrices, below STORED_EXPERTS; -1: none */ \
     B(x,                float,    MAX_TOKENS, HIDDEN) \
     B(normed,           float,    MAX_TOKENS, HIDDEN) \
     B(qkv,              float,    MAX_TOKENS, QKV_ROWS) \
@@ -103,6 +105,11 @@ typedef struct Model {
     int32_t num_threads; /* host only */
     int32_t layer;       /* that is being run or launched; -1 outside of the layers */
 } Model;
+
+/* Where a layer's experts stand in its matrices and biases, (NUM_EXPERTS); -1 is one that is not here. */
+static inline const int32_t *places(const Model *m, int layer) {
+    return m->state.place + (int64_t)layer * NUM_EXPERTS;
+}
 
 /* What a layer's router, mlp and experts read: the normed residual stream, or a bare stack's input as it is. */
 static inline const float *ffn_input(const Model *m) { return HAS_RESIDUAL ? m->state.normed : m->state.x; }

@@ -86,6 +86,7 @@ class GpuModel:
         self.keep = header, layers, weights
         self.library.bind(self.model.ctypes.data, 1, header.ctypes.data, weights.ctypes.data, layers.ctypes.data, state,
                           self.pinned, 2, 1, int(self.stream))
+        self.write("place", np.tile(np.arange(model["num_experts"]), (model["num_layers"], 1)))
 
     def allocate(self, size, array=None):
         pointer = call("cuMemAlloc", max(size, 1))

@@ -76,10 +76,10 @@ def before_a_guard_page(array):
 class HostModel:
     """A reference model in the library's memory; `state` and `batch` are NumPy views of what C works on."""
 
-    def __init__(self, model, num_slots=2, num_threads=2, max_seq_len=512):
+    def __init__(self, model, num_slots=2, num_threads=2, max_seq_len=512, extra=""):
         bare = {} if model["num_heads"] else fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
         config = {name: model[name] for name in BAKED} | bare
-        self.library = library(max_seq_len=max_seq_len, **config)
+        self.library = library(max_seq_len=max_seq_len, extra=extra, **config)
         structs = self.library.headers.structs
         tensors = {name: before_a_guard_page(array) for name, array in reference.stored_tensors(model).items()}
         header = np.zeros(1, structs["BinHeader"])
@@ -105,6 +105,7 @@ class HostModel:
             view = memory[start:start + size].view(buffer.dtype)
             self.state[buffer.name] = view.reshape(buffer.rows, buffer.columns)
             start += -(-size // 4096) * 4096
+        self.state["place"][:] = np.arange(model["num_experts"])
 
     def begin(self, num_tokens, **values):
         self.batch["num_tokens"] = num_tokens

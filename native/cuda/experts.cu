@@ -35,14 +35,17 @@ int add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *
 
 int cuda_experts_up(Model *m, int num_tokens, int layer) {
     const Layer &weights = m->weights.layers[layer];
-    return product<Up>(m, num_tokens, job_of<Up>(m, weights.experts_up, weights.experts_up_bias, ffn_input(m),
-                                                 m->state.expert_mid));
+    Job job = job_of<Up>(m, weights.experts_up, weights.experts_up_bias, ffn_input(m), m->state.expert_mid);
+    job.place = places(m, layer);
+    return product<Up>(m, num_tokens, job);
 }
 
 int cuda_experts_down(Model *m, int num_tokens, int layer) {
     const Layer &weights = m->weights.layers[layer];
-    return product<Down>(m, num_tokens, job_of<Down>(m, weights.experts_down, weights.experts_down_bias,
-                                                     m->state.expert_mid, m->state.expert_out));
+    Job job = job_of<Down>(m, weights.experts_down, weights.experts_down_bias, m->state.expert_mid,
+                           m->state.expert_out);
+    job.place = places(m, layer);
+    return product<Down>(m, num_tokens, job);
 }
 
 int cuda_combine(Model *m, int num_tokens, int layer) {

@@ -26,6 +26,7 @@ constexpr int column_splits(int experts, int panels, int columns) {
 template <int EXPERTS_, int SLOTS_, int ROWS, int COLUMNS_> struct Product {
     static constexpr int EXPERTS = EXPERTS_, ASSIGNMENTS = DECODE_TOKENS * SLOTS_, COLUMNS = COLUMNS_, OUTPUTS = ROWS;
     static constexpr bool ALL_TOKENS = EXPERTS == 1;
+    static constexpr int STORED = EXPERTS; /* of its experts, in memory */
     static constexpr int PANELS = ceil_div(ROWS, PANEL_ROWS), SPLITS = column_splits(SLOTS_, PANELS, COLUMNS);
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * ASSIGNMENTS * PANELS * PANEL_ROWS : 0;
     static constexpr int STRIDE = COLUMNS, FIRST = 0; /* the input: columns FIRST, FIRST + 1, ... of rows of STRIDE */
@@ -41,12 +42,13 @@ constexpr int gated_rows(int ffn) { return 2 * GATE_GROUP * ceil_div(ffn, GATE_G
 
 struct Up : Product<NUM_EXPERTS, K, GATED ? gated_rows(FFN) : FFN, HIDDEN> {
     static constexpr const char *NAME = "experts_up";
-    static constexpr int OUTPUTS = FFN, INPUT_DIVISOR = K;
+    static constexpr int OUTPUTS = FFN, INPUT_DIVISOR = K, STORED = STORED_EXPERTS;
     static constexpr bool IS_GATED = GATED, ACTIVATES = true, HAS_BIAS = EXPERT_BIAS, KNOWN_BEFORE = false;
 };
 
 struct Down : Product<NUM_EXPERTS, K, HIDDEN, FFN> {
     static constexpr const char *NAME = "experts_down";
+    static constexpr int STORED = STORED_EXPERTS;
     static constexpr bool HAS_BIAS = EXPERT_BIAS;
 };
 
@@ -127,7 +129,7 @@ inline Scratch *scratch_of(const Model *m) { return reinterpret_cast<Scratch *>(
 /* What one product reads and writes. */
 struct Job {
     const weight_t *weights;
-    const float *bias;          /* (EXPERTS, OUTPUTS), gated all gates, then all ups of an expert; or NULL */
+    const float *bias;          /* (STORED, OUTPUTS), gated all gates, then all ups of an expert; or NULL */
     const float *input;         /* (num_tokens or num_tokens * K, STRIDE), at column FIRST */
     float *output;              /* (num_tokens * K, OUTPUTS), where all tokens are one expert's (num_tokens, OUTPUTS) */
     float scale;
@@ -139,7 +141,13 @@ struct Job {
     int32_t *arrived;           /* (tiles, PANELS) */
     int32_t *next_item;         /* the first that no block has taken, apart from each one's first */
     int32_t *done_blocks;
+    const int32_t *place = nullptr; /* (NUM_EXPERTS), of each expert in weights and bias; NULL: expert e at place e */
 };
+
+/* An expert without a place is a fault of the router's; what is read in its stead goes nowhere. */
+__device__ __forceinline__ int place_of(const Job &job, int expert) {
+    return job.place ? max(job.place[expert], 0) : expert;
+}
 
 template <class P>
 Job job_of(Model *m, const void *weights, const float *bias, const float *input, float *output) {

@@ -2,16 +2,24 @@
 #include "host.h"
 
 Product host_grouped(const Model *m) {
-    return (Product){.format = EXPERT_FORMAT, .num_experts = NUM_EXPERTS, .num_active = *m->state.num_active,
+    return (Product){.format = EXPERT_FORMAT, .num_stored = NUM_EXPERTS, .num_active = *m->state.num_active,
                      .active = m->state.active_experts, .offsets = m->state.expert_offsets,
                      .assignments = m->state.assignments, .item_rows = PANEL_ROWS, .item_outputs = PANEL_ROWS,
                      .scale = 1};
 }
 
+/* The same of a layer's own experts, each at its place. */
+static Product placed(const Model *m, int layer) {
+    Product p = host_grouped(m);
+    p.num_stored = STORED_EXPERTS;
+    p.place = places(m, layer);
+    return p;
+}
+
 int host_experts_up(Model *m, int num_tokens, int layer) {
     (void)num_tokens; /* the offsets count them */
     const Layer *weights = &m->weights.layers[layer];
-    Product p = host_grouped(m);
+    Product p = placed(m, layer);
     p.panels = weights->experts_up;
     p.bias = EXPERT_BIAS ? weights->experts_up_bias : NULL;
     p.input = ffn_input(m);
@@ -28,7 +36,7 @@ int host_experts_up(Model *m, int num_tokens, int layer) {
 int host_experts_down(Model *m, int num_tokens, int layer) {
     (void)num_tokens;
     const Layer *weights = &m->weights.layers[layer];
-    Product p = host_grouped(m);
+    Product p = placed(m, layer);
     p.panels = weights->experts_down;
     p.bias = EXPERT_BIAS ? weights->experts_down_bias : NULL;
     p.input = m->state.expert_mid;

@@ -62,11 +62,12 @@ typedef struct Product {
     int outputs;                /* values of one output row */
     int item_rows;              /* of a panel that a work item takes: all, or PART_ROWS */
     int item_outputs;           /* values of an output row that come of them */
-    int num_experts;            /* in panels */
+    int num_stored;             /* experts in panels */
+    const int32_t *place;       /* (experts), of each in panels and bias; NULL: expert e at place e */
     int num_active;
     const int32_t *active;      /* (num_active) experts */
     const int32_t *offsets;     /* expert e has rows offsets[e] .. offsets[e + 1] */
-    const float *bias;          /* (experts, outputs), of a gated product (experts, gate then up); NULL: none */
+    const float *bias;          /* (num_stored, outputs), gated (num_stored, gate then up); NULL: none */
     float scale;                /* STORE, ADD: of the sum and its bias */
     const int32_t *assignments; /* row r's output row, and its input row after division by input_divisor; NULL: r */
     int input_divisor;
@@ -77,7 +78,7 @@ void host_product(const Model *m, const Product *product);
 /* output[i] = matrix input[i] of a matrix (outputs, columns) that is no expert's, for i < num_rows; item_rows 0: all
  * of a panel */
 void host_dense(const Model *m, int num_rows, Product product);
-/* The product's fields that follow from the last routing. */
+/* The product's fields that follow from the last routing, for matrices that have all experts. */
 Product host_grouped(const Model *m);
 /* Ids, weights and assignments from `router` (NUM_EXPERTS, HIDDEN) and, where not NULL, its two biases. */
 int host_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,

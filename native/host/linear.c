@@ -13,9 +13,9 @@ typedef struct Items {
 } Items;
 
 /* Adds the bias of an item's rows. Gate and up rows alternate in groups of GATE_GROUP; the bias has all gates first. */
-static void add_bias(const Product *p, int expert, int first_output, float *sums) {
+static void add_bias(const Product *p, int place, int first_output, float *sums) {
     const int gated = p->item_outputs < p->item_rows;
-    const float *bias = p->bias + (int64_t)expert * (1 + gated) * p->outputs + first_output;
+    const float *bias = p->bias + (int64_t)place * (1 + gated) * p->outputs + first_output;
     for (int i = 0; i < p->item_outputs && first_output + i < p->outputs; i++) {
         sums[gated ? gate_row_of(i) : i] += bias[i];
         if (gated) sums[gate_row_of(i) + GATE_GROUP] += bias[p->outputs + i];
@@ -32,7 +32,7 @@ static void store_row(const Product *p, float *output, const float *sums, int co
 /* One item: so many outputs of the assignments [from, to). */
 typedef struct Work {
     const char *panel; /* or the part of it from the item's first row on */
-    int expert, first_output, num_outputs;
+    int place, first_output, num_outputs;
     int from, to;
 } Work;
 
@@ -41,12 +41,12 @@ static Work work_of(const Items *items, long item) {
     int active = 0;
     while (item >= items->first[active + 1]) active++;
     int expert = p->active[active], begin = p->offsets[expert], num_rows = p->offsets[expert + 1] - begin;
-    int num_chunks = CEIL_DIV(num_rows, TOKEN_CHUNK);
+    int num_chunks = CEIL_DIV(num_rows, TOKEN_CHUNK), place = p->place ? p->place[expert] : expert;
     int part = (int)((item - items->first[active]) / num_chunks), chunk = (item - items->first[active]) % num_chunks;
     int parts = PANEL_ROWS / p->item_rows, left = p->outputs - part * p->item_outputs;
-    int64_t offset = panel_offset(p->format, p->columns, p->num_experts, part / parts, expert) +
+    int64_t offset = panel_offset(p->format, p->columns, p->num_stored, part / parts, place) +
                      element_offset(p->format, 0, part % parts * p->item_rows);
-    return (Work){.panel = (const char *)p->panels + offset, .expert = expert, .first_output = part * p->item_outputs,
+    return (Work){.panel = (const char *)p->panels + offset, .place = place, .first_output = part * p->item_outputs,
                   .num_outputs = left < p->item_outputs ? left : p->item_outputs,
                   .from = begin + (int)((int64_t)num_rows * chunk / num_chunks),
                   .to = begin + (int)((int64_t)num_rows * (chunk + 1) / num_chunks)};
@@ -69,7 +69,7 @@ static void run_item(const void *job, long item) {
     items->kernels->product[p->format](
         work.panel, p->columns, p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs, num_rows, in, sums, next);
     for (int i = 0; i < num_rows; i++) {
-        if (p->bias) add_bias(p, work.expert, work.first_output, sums[i]);
+        if (p->bias) add_bias(p, work.place, work.first_output, sums[i]);
         if (p->epilogue == ACTIVATE) items->kernels->activate(sums[i], items->header);
         int64_t row = p->assignments ? p->assignments[work.from + i] : work.from + i;
         store_row(p, p->output + row * p->outputs + work.first_output, sums[i], work.num_outputs);
@@ -93,7 +93,7 @@ void host_dense(const Model *m, int num_rows, Product p) {
     const int32_t offsets[2] = {0, num_rows}, active[1] = {0};
     if (!p.item_rows) p.item_rows = PANEL_ROWS;
     p.item_outputs = p.epilogue == ACTIVATE ? PANEL_ROWS / (1 + GATED) : p.item_rows;
-    p.num_experts = p.num_active = p.input_divisor = 1;
+    p.num_stored = p.num_active = p.input_divisor = 1;
     p.active = active;
     p.offsets = offsets;
     host_product(m, &p);

@@ -203,6 +203,13 @@ static void dispatch(const Model *m, int num_tokens, int layer, int counted) {
     for (int i = 0; i < num_tokens * K; i++) s->assignments[next[s->expert_ids[i]]++] = i;
 }
 
+static int fault(Model *m, int kind, int layer, int which) {
+    m->batch->fault = kind;
+    m->batch->fault_layer = layer;
+    m->batch->fault_token = which;
+    return colibri_check(m);
+}
+
 int host_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
                const float *correction) {
     host_dense(m, num_tokens, (Product){
@@ -212,18 +219,17 @@ int host_route(Model *m, int num_tokens, int layer, const float *input, const fl
     double cost = 2000.0 * num_tokens * CEIL_DIV(NUM_EXPERTS, SORT_LANES);
     parallel_for(m->num_threads, num_tokens, cost, route_token, &route);
     for (int t = 0; t < num_tokens; t++)
-        if (m->state.expert_ids[(int64_t)t * K] < 0) {
-            m->batch->fault = FAULT_ROUTER_LOGIT;
-            m->batch->fault_layer = layer;
-            m->batch->fault_token = t;
-            return colibri_check(m);
-        }
+        if (m->state.expert_ids[(int64_t)t * K] < 0) return fault(m, FAULT_ROUTER_LOGIT, layer, t);
     dispatch(m, num_tokens, layer, router == m->weights.layers[layer].router);
     return 0;
 }
 
 int host_router(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
-    return host_route(m, num_tokens, layer, ffn_input(m), weights->router, weights->router_logit_bias,
-                      ROUTER_BIAS ? weights->router_bias : NULL);
+    TRY(host_route(m, num_tokens, layer, ffn_input(m), weights->router, weights->router_logit_bias,
+                   ROUTER_BIAS ? weights->router_bias : NULL));
+    for (int i = 0; i < *m->state.num_active; i++)
+        if (places(m, layer)[m->state.active_experts[i]] < 0)
+            return fault(m, FAULT_EXPERT, layer, m->state.active_experts[i]);
+    return 0;
 }
