@@ -24,7 +24,7 @@ typedef struct Weights {
 
 /* One forward call's input and output, filled in and read by Python. For CUDA it lies in page-locked mapped memory,
  * at the same address on both sides. Token t belongs to KV slot slots[t] and stands at positions[t] there; the
- * tokens of one slot come in the order of their positions, at most max_piece of CACHE_VALUES in a step. logit_rows
+ * tokens of one slot come in the order of their positions, at most max_piece (cache.h) in a step. logit_rows
  * names the tokens whose logits are wanted; sampled[i], sampler fields and logits row i belong to logit_rows[i]. */
 typedef struct Batch {
     const float *input;                 /* (num_tokens, HIDDEN) of a bare stack, where its step can read them */
@@ -49,18 +49,7 @@ typedef struct Batch {
 #define FAULT_LOGIT 2        /* a NaN among the logits to sample from */
 #define FAULT_EXPERT 3       /* a chosen expert whose place is -1 */
 
-/* How long the KV cache is, from the header's fields and num_windowed, the number of layers with a window. Such a layer
- * keeps a ring of positions: the window of a step's first token and all that the step brings. */
-#define CACHE_GROUP 128 /* positions; a ring is a multiple of it */
-#define CACHE_VALUES(B) \
-    B(piece, (window > WINDOW_PIECE ? window : WINDOW_PIECE)) \
-    B(needed, (window + piece + CACHE_GROUP - 1) / CACHE_GROUP * CACHE_GROUP) \
-    B(ring, (needed < MAX_SEQ_LEN ? needed : MAX_SEQ_LEN)) \
-    B(is_limited, (num_windowed > 0) * (ring < MAX_SEQ_LEN)) \
-    B(max_piece, (is_limited ? piece : MAX_TOKENS)) /* tokens of one slot in a step */ \
-    B(cache_positions, (num_layers - num_windowed) * MAX_SEQ_LEN + num_windowed * ring) /* of a slot and kv head */
-
-/* What a step works in. B(name, type, rows, columns); num_slots and CACHE_VALUES are run-time values.
+/* What a step works in. B(name, type, rows, columns); num_slots and the CACHE_VALUES of cache.h are run-time values.
  * x is the residual stream, and a bare MoE stack's input and output. */
 #define STATE_BUFFERS(B) \
     B(key_cache,        float,    num_slots * NUM_KV_HEADS * cache_positions, HEAD_DIM) /* rows by cache_row() */ \
@@ -117,43 +106,6 @@ static inline const float *ffn_input(const Model *m) { return HAS_RESIDUAL ? m->
 /* Whether a layer is in window_layers or dense_layers, which have the first 128. */
 static inline int layer_bit(const uint32_t *mask, int layer) {
     return layer < 128 && mask[layer / 32] >> layer % 32 & 1;
-}
-
-typedef struct CacheSizes {
-    int64_t ring;
-    int64_t max_piece;
-    int64_t cache_positions;
-} CacheSizes;
-
-/* Of the first num_layers layers. */
-static inline CacheSizes cache_sizes(const BinHeader *header, int64_t num_layers) {
-    int64_t window = header->window, num_windowed = 0;
-    for (int l = 0; l < num_layers; l++) num_windowed += layer_bit(header->window_layers, l);
-#define VALUE(name, expression) int64_t name = (expression);
-    CACHE_VALUES(VALUE)
-#undef VALUE
-    CacheSizes sizes = {ring, max_piece, cache_positions};
-    return sizes;
-}
-
-/* A layer's part of either cache: [slot][kv head][positions]. */
-typedef struct LayerCache {
-    int64_t first_row;
-    int32_t positions; /* that the layer keeps: MAX_SEQ_LEN, or a ring of them */
-    int32_t window;    /* positions that a token sees, its own included; 0: all up to its own */
-} LayerCache;
-
-static inline LayerCache layer_cache(const Model *m, int layer) {
-    CacheSizes before = cache_sizes(&m->header, layer);
-    int windowed = layer_bit(m->header.window_layers, layer);
-    LayerCache cache = {m->num_slots * NUM_KV_HEADS * before.cache_positions,
-                        windowed ? (int32_t)before.ring : MAX_SEQ_LEN, windowed ? (int32_t)m->header.window : 0};
-    return cache;
-}
-
-/* The only place that says where a position of a slot and kv head lies: position p of them all at p % positions. */
-static inline HOST_DEVICE int64_t cache_row(LayerCache cache, int slot, int kv_head, int position) {
-    return cache.first_row + ((int64_t)slot * NUM_KV_HEADS + kv_head) * cache.positions + position % cache.positions;
 }
 
 #endif

@@ -10,7 +10,7 @@
 #ifndef COLIBRI_OPS_H
 #define COLIBRI_OPS_H
 
-#include "model.h"
+#include "cache.h"
 
 /* O(name, has): has is 0 in a configuration that never calls the op; its place in the table is NULL then. */
 #define OPS(O) \

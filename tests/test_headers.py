@@ -29,7 +29,7 @@ def compiled(config, directory):
                   "long cache_positions = cache_sizes(&header, num_layers).cache_positions;\n"
                   "STATE_BUFFERS(ROW)")
     source = directory / "sizes.c"
-    source.write_text('#include <stdio.h>\n#include <stddef.h>\n#include "colibri.h"\n#include "model.h"\n'
+    source.write_text('#include <stdio.h>\n#include <stddef.h>\n#include "colibri.h"\n#include "cache.h"\n'
                       'int main(void) {\nprintf("{");' + "\n".join(prints) + 'printf("\\"end\\": 0}");}\n')
     defines = [f"-D{name.upper()}={value}" for name, value in config.items()]
     subprocess.run(["gcc", "-I", NATIVE, *defines, source, "-o", directory / "sizes"], check=True)

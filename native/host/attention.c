@@ -17,13 +17,12 @@ static void attend_item(const void *job, long item) {
     int64_t t = item / KV_HEADS;
     int kv_head = item % KV_HEADS, position = m->batch->positions[t];
     int window = a->cache.window, first = window && position >= window ? position - window + 1 : 0;
-    int64_t row = cache_row(a->cache, m->batch->slots[t], kv_head, 0);
+    const Timeline seen = {m->state.key_cache, m->state.value_cache, a->cache, m->batch->slots[t], kv_head};
     for (int i = 0; i < GROUP; i++) {
         int head = ATTENTION_KIND == ATTENTION_MOA ? i * KV_HEADS + kv_head : kv_head * GROUP + i;
         a->kernels->attend(m->state.attention + (t * NUM_HEADS + head) * V_HEAD_DIM, q_row(m, t) + head * HEAD_DIM,
-                           m->state.key_cache + row * HEAD_DIM, m->state.value_cache + row * V_HEAD_DIM,
-                           a->cache.positions, first % a->cache.positions, position - first + 1,
-                           m->header.attention_scale, SINKS ? a->weights->sinks + head : NULL);
+                           &seen, first, position - first + 1, m->header.attention_scale,
+                           SINKS ? a->weights->sinks + head : NULL);
     }
 }
 

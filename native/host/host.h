@@ -16,6 +16,13 @@
 
 typedef float PanelSums[PANEL_ROWS];
 
+/* What the caches hold of a slot and kv head in one layer. */
+typedef struct Timeline {
+    const float *keys, *values; /* the caches: rows of HEAD_DIM and V_HEAD_DIM */
+    LayerCache cache;
+    int slot, kv_head;
+} Timeline;
+
 typedef struct Kernels {
     const char *path; /* what colibri_path() says */
     /* By format: sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK;
@@ -28,11 +35,10 @@ typedef struct Kernels {
     void (*rms_norm)(float *out, const float *x, const float *weight, float eps, int length);
     /* the same of x - mean(x), plus bias unless it is NULL */
     void (*layer_norm)(float *out, const float *x, const float *weight, const float *bias, float eps, int length);
-    /* out = softmax(scale * keys q) values; q (HEAD_DIM), out (V_HEAD_DIM), keys (ring, HEAD_DIM), values (ring,
-     * V_HEAD_DIM), of which rows first, first + 1, ... count, num_positions of them, row 0 following row ring - 1.
+    /* out (V_HEAD_DIM) = softmax(scale * keys q) values of num_positions positions from `first` on; q (HEAD_DIM).
      * sink: a logit that joins the softmax and takes no value, or NULL */
-    void (*attend)(float *out, const float *q, const float *keys, const float *values, int ring, int first,
-                   int num_positions, float scale, const float *sink);
+    void (*attend)(float *out, const float *q, const Timeline *seen, int first, int num_positions, float scale,
+                   const float *sink);
     /* the sum of `words` 32-bit words, modulo 2^32 */
     uint32_t (*read_sum)(const uint32_t *data, int64_t words);
     /* runs so many times through independent fused multiply-adds; the number of multiply-adds done */

@@ -244,7 +244,6 @@ static void layer_norm(float *out, const float *x, const float *weight, const fl
 }
 
 #define VECTORS(length) ((length) ? CEIL_DIV(length, LANES) : 1)
-enum { SCORE_BLOCK = 64 };
 
 /* Vector i of a head of so many dimensions; zeros beyond its end. */
 INLINE vec load_head(const float *head, int i, int length) {
@@ -277,29 +276,27 @@ INLINE vec scores(const vec *q, const float *const *keys) {
     return sum[0];
 }
 
-INLINE int64_t ring_row(int row, int ring) { return row < ring ? row : row - ring; }
-
-/* Softmax as it goes, a block of positions after another, so that any context fits into a fixed buffer. */
-static void attend(float *out, const float *q, const float *keys, const float *values, int ring, int first,
-                   int num_positions, float scale, const float *sink) {
-    float score[SCORE_BLOCK] __attribute__((aligned(32)));
+/* Softmax as it goes, CACHE_BLOCK positions after another, so that any context fits into a fixed buffer. */
+static void attend(float *out, const float *q, const Timeline *seen, int first, int num_positions, float scale,
+                   const float *sink) {
+    float score[CACHE_BLOCK] __attribute__((aligned(32)));
     float largest = sink ? *sink : -INFINITY, total = sink ? 1.0f : 0.0f;
     vec query[VECTORS(HEAD_DIM)], sum[VECTORS(V_HEAD_DIM)] = {0};
     for (int d = 0; d < VECTORS(HEAD_DIM); d++) query[d] = load_head(q, d, HEAD_DIM);
-    for (int done = 0; done < num_positions; done += SCORE_BLOCK) {
-        int count = num_positions - done < SCORE_BLOCK ? num_positions - done : SCORE_BLOCK;
-        int start = first + done < ring ? first + done : first + done - ring;
+    for (int done = 0; done < num_positions; done += CACHE_BLOCK) {
+        int count = num_positions - done < CACHE_BLOCK ? num_positions - done : CACHE_BLOCK;
+        const CacheSpan span = cache_span(seen->cache, seen->slot, seen->kv_head, first + done, count);
         float before = largest;
         for (int i = 0; i < count; i += LANES) {
             const float *key[LANES];
             for (int j = 0; j < LANES; j++) /* the last one again instead of keys that are not there */
-                key[j] = keys + ring_row(start + (i + j < count ? i + j : count - 1), ring) * HEAD_DIM;
+                key[j] = seen->keys + span_row(&span, i + j < count ? i + j : count - 1) * HEAD_DIM;
             store(score + i, scores(query, key) * scale);
         }
         for (int i = 0; i < count; i++) largest = score[i] > largest ? score[i] : largest;
-        for (int i = count; i < SCORE_BLOCK; i++) score[i] = -INFINITY; /* whose exponential is 0 */
+        for (int i = count; i < CACHE_BLOCK; i++) score[i] = -INFINITY; /* whose exponential is 0 */
         vec mass = {0};
-        for (int i = 0; i < SCORE_BLOCK; i += LANES) {
+        for (int i = 0; i < CACHE_BLOCK; i += LANES) {
             vec part = exponential(load(score + i) - largest, splat(0.0f));
             store(score + i, part);
             mass += part;
@@ -308,7 +305,7 @@ static void attend(float *out, const float *q, const float *keys, const float *v
         total = total * shrink + add_lanes(mass);
         for (int d = 0; d < VECTORS(V_HEAD_DIM); d++) sum[d] *= shrink;
         for (int i = 0; i < count; i++) {
-            const float *value = values + ring_row(start + i, ring) * V_HEAD_DIM;
+            const float *value = seen->values + span_row(&span, i) * V_HEAD_DIM;
             for (int d = 0; d < VECTORS(V_HEAD_DIM); d++)
                 sum[d] = fma_(splat(score[i]), load_head(value, d, V_HEAD_DIM), sum[d]);
         }
