@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.program import Parser, count, run
-from colibri.headers import NATIVE
+from colibri.headers import NATIVE, default
 from colibri.native import Library
 
 LAYERS, EXPERTS, K, HIDDEN, FFN = 7, 32, 2, 1024, 1792
@@ -34,7 +34,7 @@ COLUMNS = ["what", "threads", "unit", "value", "ceiling", "ratio", "cores_used_b
 
 
 def build():
-    config = " ".join(f"-D{name.upper()}={value}" for name, value in CONFIG.items())
+    config = " ".join(f"-D{default().macros[name]}={value}" for name, value in CONFIG.items())
     subprocess.run(["make", "-s", f"CONFIG={config}"], cwd=NATIVE.parent, check=True)
     key = hashlib.sha256(config.encode()).hexdigest()[:12]
     return Library(NATIVE.parent / "build" / f"host-{key}" / "libcolibri.so")

@@ -28,7 +28,7 @@ from cuda.bindings import nvrtc
 
 from bench.program import ROOT, Parser, count, names, run, several
 from colibri.device import arch, call, driver, gpu
-from colibri.headers import stored_elements
+from colibri.headers import default, stored_elements
 from colibri.native import Library
 
 COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
@@ -67,7 +67,8 @@ extern "C" __global__ void read(const uint4 *from, unsigned *to, long count) {
 
 def library(config, extra=""):
     """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
-    text = " ".join([f"-D{name.upper()}={value}" for name, value in config.items() if name != "num_layers"] + extra.split())
+    defines = [f"-D{default().macros[name]}={value}" for name, value in config.items() if name != "num_layers"]
+    text = " ".join(defines + extra.split())
     subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, check=True)
     return Library(ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so")
 

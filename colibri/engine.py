@@ -131,8 +131,8 @@ class Engine:
         """Tells the kernels where each expert stands: as in the file, expert e at place e."""
         stored, num_experts = self.library.baked["stored_experts"], self.checkpoint.header["num_experts"]
         if stored != num_experts:
-            raise ColibriError(f"{self.library.file}: stored_experts={stored}, expected num_experts={num_experts}, since "
-                               "a model's experts are all in memory; leave STORED_EXPERTS out of DEFINES")
+            raise ColibriError(f"{self.library.file}: stored_experts={stored}, expected num_experts={num_experts}, "
+                               "since a model's experts are all in memory; leave STORED_EXPERTS out of DEFINES")
         self._places = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))  # kept while it is copied
         self.memory.write(int(self._model["state"]["place"][0]), self._places)
 

@@ -49,7 +49,8 @@ class Headers:
 
     def __init__(self, config=None):
         """config: {"num_experts": 8, ...} overrides config.h's defaults; names are struct Config's fields."""
-        sources = {name: _read(name) for name in ("format.h", "panels.h", "config.h", "model.h", "cache.h", "colibri.h")}
+        names = "format.h", "panels.h", "config.h", "model.h", "cache.h", "colibri.h"
+        sources = {name: _read(name) for name in names}
         text = "\n".join(sources.values())
         self.tables = {name: _rows(row, body)
                        for name, row, body in re.findall(r"^#define (\w+)\(([A-Z])\) (.*)$", text, re.MULTILINE)}

@@ -9,8 +9,8 @@
 #ifndef NUM_EXPERTS
 #define NUM_EXPERTS 32
 #endif
-#ifndef K
-#define K 2
+#ifndef EXPERTS_PER_TOKEN
+#define EXPERTS_PER_TOKEN 2
 #endif
 #ifndef HIDDEN
 #define HIDDEN 128
@@ -142,7 +142,7 @@
  * own from there on, and the macro that sets it. */
 #define CONFIG_FIELDS(F) \
     F(num_experts, NUM_EXPERTS) \
-    F(k, K) \
+    F(k, EXPERTS_PER_TOKEN) \
     F(hidden, HIDDEN) \
     F(ffn, FFN) \
     F(num_heads, NUM_HEADS) \

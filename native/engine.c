@@ -81,7 +81,7 @@ int colibri_check(const void *model) {
     const Batch *b = ((const Model *)model)->batch;
     if (b->fault == FAULT_ROUTER_LOGIT)
         return fail("layers.%d.router: logits of token %d are NaN, +inf or fewer than k=%d finite, expected finite; "
-                    "the weights or the input hold NaN or inf", b->fault_layer, b->fault_token, K);
+                    "the weights or the input hold NaN or inf", b->fault_layer, b->fault_token, EXPERTS_PER_TOKEN);
     if (b->fault == FAULT_EXPERT)
         return fail("layers.%d: expert %d was chosen and has no place in memory, expected all chosen experts there; "
                     "give it one in State.place", b->fault_layer, b->fault_token);

@@ -72,7 +72,7 @@ typedef struct BinHeader {
     uint32_t head_dim;
     uint32_t vocab_size;        /* 0: hidden states in, hidden states out */
     uint32_t max_positions;     /* positions the model was trained for; 0: no limit of its own */
-    uint32_t weight_dtype;      /* of every matrix but the routers, which are F32 like every vector; or see expert_dtype */
+    uint32_t weight_dtype;      /* of matrices; routers and vectors are F32; see expert_dtype, dense_dtype */
     uint32_t activation;
     uint32_t gated;             /* 1: down(activation(gate x) * up x); 0: down(activation(up x)) */
     uint32_t router_kind;

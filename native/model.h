@@ -54,7 +54,7 @@ typedef struct Batch {
 #define STATE_BUFFERS(B) \
     B(key_cache,        float,    num_slots * NUM_KV_HEADS * cache_positions, HEAD_DIM) /* rows by cache_row() */ \
     B(value_cache,      float,    num_slots * NUM_KV_HEADS * cache_positions, V_HEAD_DIM) \
-    B(place,            int32_t,  num_layers, NUM_EXPERTS) /* of an expert's matrices, below STORED_EXPERTS; -1: none */ \
+    B(place,            int32_t,  num_layers, NUM_EXPERTS) /* of an expert, below STORED_EXPERTS; -1: none */ \
     B(x,                float,    MAX_TOKENS, HIDDEN) \
     B(normed,           float,    MAX_TOKENS, HIDDEN) \
     B(qkv,              float,    MAX_TOKENS, QKV_ROWS) \
@@ -62,14 +62,14 @@ typedef struct Batch {
     B(kv,               float,    MAX_TOKENS, KV_B_ROWS) /* the heads' k but for the rotated part, then their v */ \
     B(attention,        float,    MAX_TOKENS, NUM_HEADS * V_HEAD_DIM) \
     B(router_logits,    float,    MAX_TOKENS, NUM_EXPERTS) \
-    B(expert_ids,       int32_t,  MAX_TOKENS, K)  /* best first */ \
-    B(expert_weights,   float,    MAX_TOKENS, K) \
+    B(expert_ids,       int32_t,  MAX_TOKENS, EXPERTS_PER_TOKEN)  /* best first */ \
+    B(expert_weights,   float,    MAX_TOKENS, EXPERTS_PER_TOKEN) \
     B(expert_offsets,   int32_t,  1, NUM_EXPERTS + 1) /* expert e's assignments: [offsets[e], offsets[e+1]) */ \
-    B(assignments,      int32_t,  1, MAX_TOKENS * K)  /* token * K + slot, by expert, then by token */ \
+    B(assignments,      int32_t,  1, MAX_TOKENS * EXPERTS_PER_TOKEN)  /* token * k + slot, by expert, then by token */ \
     B(active_experts,   int32_t,  1, NUM_EXPERTS)     /* those with a token, ascending */ \
     B(num_active,       int32_t,  1, 1) \
-    B(expert_mid,       float,    MAX_TOKENS * K, FFN)    /* row token * K + slot */ \
-    B(expert_out,       float,    MAX_TOKENS * K, HIDDEN) /* row token * K + slot */ \
+    B(expert_mid,       float,    MAX_TOKENS * EXPERTS_PER_TOKEN, FFN)    /* row token * k + slot */ \
+    B(expert_out,       float,    MAX_TOKENS * EXPERTS_PER_TOKEN, HIDDEN) /* row token * k + slot */ \
     B(mlp_mid,          float,    MAX_TOKENS, MLP_FFN)    /* rows of the layer's own width */ \
     B(mlp_out,          float,    MAX_TOKENS, HIDDEN * (MLP_FFN > 0)) \
     B(logits,           float,    MAX_TOKENS, VOCAB_SIZE) \

@@ -298,7 +298,8 @@ def test_library_of_another_model(place, moe_32):
 
 def test_wrong_defines(place):
     """Before anything is built with them."""
-    for defines, line in (("-DK=4", "-DK=4, expected 2 as in moe.bin; the model decides, leave it out"),
+    for defines, line in (("-DEXPERTS_PER_TOKEN=4",
+                           "-DEXPERTS_PER_TOKEN=4, expected 2 as in moe.bin; the model decides, leave it out"),
                           ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
                           ("-DMAX_BATHC=64",
                            f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it"),

@@ -31,7 +31,7 @@ def compiled(config, directory):
     source = directory / "sizes.c"
     source.write_text('#include <stdio.h>\n#include <stddef.h>\n#include "colibri.h"\n#include "cache.h"\n'
                       'int main(void) {\nprintf("{");' + "\n".join(prints) + 'printf("\\"end\\": 0}");}\n')
-    defines = [f"-D{name.upper()}={value}" for name, value in config.items()]
+    defines = [f"-D{reader.macros[name]}={value}" for name, value in config.items()]
     subprocess.run(["gcc", "-I", NATIVE, *defines, source, "-o", directory / "sizes"], check=True)
     return json.loads(subprocess.run([directory / "sizes"], check=True, capture_output=True, text=True).stdout)
 
@@ -138,7 +138,8 @@ BROKEN = [  # of config.h's defaults: 32 experts, k=2, 8 heads of 16, 4 kv heads
     ({"num_kv_heads": 0}, "num_kv_heads", "a divisor of num_heads=8"),
     ({"num_kv_heads": 3}, "num_kv_heads", "a divisor of num_heads=8"),
     ({"head_dim": 15}, "head_dim", "an even number from 2 to 512"), ({"head_dim": 514}, "head_dim", "an even number"),
-    ({"rotary_dim": 18}, "rotary_dim", "an even number up to head_dim=16"), ({"rotary_dim": 7}, "rotary_dim", "an even"),
+    ({"rotary_dim": 18}, "rotary_dim", "an even number up to head_dim=16"),
+    ({"rotary_dim": 7}, "rotary_dim", "an even"),
     ({**LATENT, "rotary_dim": 16}, "rotary_dim", "below head_dim=16 with a latent"),
     ({"v_head_dim": 12}, "v_head_dim", "head_dim=16"), ({**LATENT, "v_head_dim": 0}, "v_head_dim", "1 to 512"),
     ({**LATENT, "kv_lora_rank": 0}, "kv_lora_rank", "at least 1 with a latent, else 0"),

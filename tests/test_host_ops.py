@@ -26,14 +26,15 @@ from reference import (
     fields,
 )
 
+from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import NATIVE
 from colibri.native import Library
 
 ROOT = NATIVE.parent
 BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "weight_dtype",
-         "expert_dtype", "dense_dtype", "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups",
-         "topk_groups", "expert_bias")
+         "expert_dtype", "dense_dtype", "activation", "gated", "router_kind", "router_bias", "renormalize",
+         "num_groups", "topk_groups", "expert_bias")
 # A variant of the library is a compilation, so each covers several of the things to cover.
 VARIANTS = {
     "two-matrix f32 gelu": fields(num_experts=1, k=1, hidden=7, ffn=9, weight_dtype=F32, activation=GELU, gated=0),
@@ -55,7 +56,7 @@ TRANSFORMER = fields(num_layers=2, num_experts=6, k=2, hidden=72, ffn=40, num_he
 @functools.cache
 def library(max_seq_len=512, extra="", **config):
     """The library with this configuration baked in, built if it is not yet."""
-    defines = [f"-D{name.upper()}={config[name]}" for name in BAKED if name in config]
+    defines = [f"-D{headers.default().macros[name]}={config[name]}" for name in BAKED if name in config]
     text = " ".join([*defines, f"-DMAX_SEQ_LEN={max_seq_len}", *extra.split()])
     command = ["make", "-s", "-j2", f"CONFIG={text}"]
     made = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)

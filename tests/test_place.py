@@ -12,7 +12,8 @@ from colibri.checkpoint import Checkpoint
 from colibri.engine import Engine
 from colibri.errors import ColibriError
 
-SHAPES = {"stack": {**STACK, "gated": 0, "expert_bias": 1}, "transformer": {**DENSE, "expert_bias": 1, "shared_ffn": 24}}
+SHAPES = {"stack": {**STACK, "gated": 0, "expert_bias": 1},
+          "transformer": {**DENSE, "expert_bias": 1, "shared_ffn": 24}}
 
 
 def permuted(path, places):
@@ -67,8 +68,8 @@ def test_a_chosen_expert_that_is_not_here_is_an_error(tmp_path):
         engine.write("place", place)
         with pytest.raises(ColibriError) as error:
             engine.stack(x)
-        assert str(error.value) == (f"layers.1: expert {max(chosen)} was chosen and has no place in memory, expected all "
-                                    "chosen experts there; give it one in State.place")
+        assert str(error.value) == (f"layers.1: expert {max(chosen)} was chosen and has no place in memory, expected "
+                                    "all chosen experts there; give it one in State.place")
         place[1] = range(8)
         engine.write("place", place)
         assert np.array_equal(engine.stack(x), expected)

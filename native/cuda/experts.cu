@@ -14,11 +14,12 @@ __global__ void combine_kernel(float *x, const float *out, const float *weights,
     if (token >= batch->num_tokens || i >= HIDDEN) return;
     float value[SLOTS + 1], sum = 0.0f;
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++) value[slot] = out[((int64_t)token * K + slot) * HIDDEN + i];
+    for (int slot = 0; slot < SLOTS; slot++)
+        value[slot] = out[((int64_t)token * EXPERTS_PER_TOKEN + slot) * HIDDEN + i];
     float *to = x + (int64_t)token * HIDDEN + i;
     float base = residual ? *to : 0.0f;
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++) sum = fmaf(weights[token * K + slot], value[slot], sum);
+    for (int slot = 0; slot < SLOTS; slot++) sum = fmaf(weights[token * EXPERTS_PER_TOKEN + slot], value[slot], sum);
     if (mlp_out) sum += mlp_out[(int64_t)token * HIDDEN + i];
     if (bias) sum += bias[i];
     *to = base + multiplier * sum;
@@ -26,9 +27,9 @@ __global__ void combine_kernel(float *x, const float *out, const float *weights,
 
 int add_up(Model *m, int num_tokens, int residual, bool has_slots, const float *mlp_out, const float *bias) {
     dim3 grid(ceil_div(HIDDEN, 128), num_tokens);
-    return launch(m, "combine", has_slots ? combine_kernel<K> : combine_kernel<0>, grid, 128, 0, m->state.x,
-                  m->state.expert_out, m->state.expert_weights, mlp_out, bias, device_batch(m), residual,
-                  m->header.residual_multiplier);
+    auto kernel = has_slots ? combine_kernel<EXPERTS_PER_TOKEN> : combine_kernel<0>;
+    return launch(m, "combine", kernel, grid, 128, 0, m->state.x, m->state.expert_out, m->state.expert_weights,
+                  mlp_out, bias, device_batch(m), residual, m->header.residual_multiplier);
 }
 
 } // namespace

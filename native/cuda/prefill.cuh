@@ -215,7 +215,8 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
 
 template <class P> int start(Model *m, int launch_rows, const Job &job) {
     int tiles = P::ALL_TOKENS ? ceil_div(launch_rows, TILE_TOKENS)
-                              : min_of(NUM_EXPERTS, launch_rows * K) + launch_rows * K / TILE_TOKENS;
+                              : min_of(NUM_EXPERTS, launch_rows * EXPERTS_PER_TOKEN) +
+                                    launch_rows * EXPERTS_PER_TOKEN / TILE_TOKENS;
     dim3 grid(tiles, ceil_div(P::PANELS, 2));
     return launch(m, P::NAME, prefill_kernel<P>, grid, THREADS, sizeof(Shared<P>) + 1024, job);
 }

@@ -11,7 +11,7 @@ template <class T, class... Rest> constexpr T max_of(T a, T b, Rest... rest) { r
 /* A step of up to DECODE_TOKENS tokens is bound by reading weights and split over the GPU by panels (decode.cuh); a
  * longer one is bound by multiplying (prefill.cuh). */
 constexpr int DECODE_TOKENS = min_of(MAX_TOKENS, 64);
-constexpr int DECODE_ASSIGNMENTS = DECODE_TOKENS * K;
+constexpr int DECODE_ASSIGNMENTS = DECODE_TOKENS * EXPERTS_PER_TOKEN;
 
 /* How many parts a panel's columns fall into, each a work item of its own: the fewest that give one token's experts
  * enough items to even out over a GPU, in parts of 64 KiB at least. It depends on the shape alone, and so do sums. */
@@ -40,13 +40,13 @@ template <int EXPERTS_, int SLOTS_, int ROWS, int COLUMNS_> struct Product {
 /* Rows of a gated matrix: gate and up alternate in groups of GATE_GROUP. */
 constexpr int gated_rows(int ffn) { return 2 * GATE_GROUP * ceil_div(ffn, GATE_GROUP); }
 
-struct Up : Product<NUM_EXPERTS, K, GATED ? gated_rows(FFN) : FFN, HIDDEN> {
+struct Up : Product<NUM_EXPERTS, EXPERTS_PER_TOKEN, GATED ? gated_rows(FFN) : FFN, HIDDEN> {
     static constexpr const char *NAME = "experts_up";
-    static constexpr int OUTPUTS = FFN, INPUT_DIVISOR = K, STORED = STORED_EXPERTS;
+    static constexpr int OUTPUTS = FFN, INPUT_DIVISOR = EXPERTS_PER_TOKEN, STORED = STORED_EXPERTS;
     static constexpr bool IS_GATED = GATED, ACTIVATES = true, HAS_BIAS = EXPERT_BIAS, KNOWN_BEFORE = false;
 };
 
-struct Down : Product<NUM_EXPERTS, K, HIDDEN, FFN> {
+struct Down : Product<NUM_EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, FFN> {
     static constexpr const char *NAME = "experts_down";
     static constexpr int STORED = STORED_EXPERTS;
     static constexpr bool HAS_BIAS = EXPERT_BIAS;
@@ -54,13 +54,13 @@ struct Down : Product<NUM_EXPERTS, K, HIDDEN, FFN> {
 
 /* ATTENTION_MOA's experts, which have a routing of their own: a slot's query heads, and what comes of their attention. */
 constexpr int MOA_COLUMNS = ATTENTION_KIND == ATTENTION_MOA ? NUM_KV_HEADS * HEAD_DIM : 0;
-struct MoaIn : Product<NUM_EXPERTS, K, MOA_COLUMNS, HIDDEN> {
+struct MoaIn : Product<NUM_EXPERTS, EXPERTS_PER_TOKEN, MOA_COLUMNS, HIDDEN> {
     static constexpr const char *NAME = "attention_experts_in";
-    static constexpr int INPUT_DIVISOR = K;
+    static constexpr int INPUT_DIVISOR = EXPERTS_PER_TOKEN;
     static constexpr bool KNOWN_BEFORE = false;
 };
 
-struct MoaOut : Product<NUM_EXPERTS, K, MOA_COLUMNS ? HIDDEN : 0, MOA_COLUMNS> {
+struct MoaOut : Product<NUM_EXPERTS, EXPERTS_PER_TOKEN, MOA_COLUMNS ? HIDDEN : 0, MOA_COLUMNS> {
     static constexpr const char *NAME = "attention_experts_out";
 };
 
@@ -130,13 +130,13 @@ inline Scratch *scratch_of(const Model *m) { return reinterpret_cast<Scratch *>(
 struct Job {
     const weight_t *weights;
     const float *bias;          /* (STORED, OUTPUTS), gated all gates, then all ups of an expert; or NULL */
-    const float *input;         /* (num_tokens or num_tokens * K, STRIDE), at column FIRST */
-    float *output;              /* (num_tokens * K, OUTPUTS), where all tokens are one expert's (num_tokens, OUTPUTS) */
+    const float *input;         /* (num_tokens or num_tokens * k, STRIDE), at column FIRST */
+    float *output;              /* (num_tokens * k, OUTPUTS), where all tokens are one expert's (num_tokens, OUTPUTS) */
     float scale;
     Swiglu swiglu;
     const int32_t *num_tokens;
     const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
-    const int32_t *assignments; /* (num_tokens * K) */
+    const int32_t *assignments; /* (num_tokens * k) */
     float *partials;            /* (SPLITS, ASSIGNMENTS, PANELS * PANEL_ROWS) */
     int32_t *arrived;           /* (tiles, PANELS) */
     int32_t *next_item;         /* the first that no block has taken, apart from each one's first */

@@ -1,7 +1,7 @@
 /* Routing: logits, each token's experts and their weights, and the lists that the expert products work from.
  *
  * The logits' sums are split over columns into slices that the shape fixes; router_kernel adds the slices in order and
- * routes, one warp a token. Order is (score descending, expert ascending): the warp takes the best one out K times, each
+ * routes, one warp a token. Order is (score descending, expert ascending): the warp takes the best one out k times, each
  * by two reductions over its lanes. One block goes on to build the lists: the first of a cluster, or the one that is
  * done last. For few tokens one kernel does all, a cluster whose blocks have a slice each and hand their sums to the
  * first one's shared memory. */
@@ -239,10 +239,10 @@ __device__ void limit_groups(float (&score)[PER_LANE]) {
         if (!allowed[j]) score[j] = -INFINITE;
 }
 
-/* The weight of lane i's expert, for lanes i < K; `chosen` is its logit. */
+/* The weight of lane i's expert, for lanes i < k; `chosen` is its logit. */
 __device__ float weigh(float chosen, const float (&logits)[PER_LANE], float routed_scaling, float renormalize_min) {
     constexpr bool OVER_CHOSEN = ROUTER_KIND == ROUTER_TOPK_SOFTMAX || RENORMALIZE;
-    bool is_slot = threadIdx.x % 32 < K;
+    bool is_slot = threadIdx.x % 32 < EXPERTS_PER_TOKEN;
     /* Weights that are divided by their sum are taken relative to the largest, so that they cannot all underflow. */
     float largest = 0.0f, total = 1.0f, weight;
     if (OVER_CHOSEN) {
@@ -288,7 +288,7 @@ struct Routing {
 /* A row's routing, by one warp. */
 struct Choice {
     float logits[PER_LANE]; /* of experts lane, lane + 32, ... */
-    int expert;             /* lane i < K: the i-th best, and its weight */
+    int expert;             /* lane i < k: the i-th best, and its weight */
     float weight;
     bool is_bad;            /* in every lane: the logits allow no choice */
 };
@@ -326,7 +326,7 @@ __device__ Choice route_token(const Routing &r, const float (*partials)[ROWS][NU
     for (int j = 0; j < PER_LANE; j++) words[j] = lane + j * 32 < NUM_EXPERTS ? orderable(score[j]) : 0;
     int first = NUM_EXPERTS;
 #pragma unroll
-    for (int slot = 0; slot < K; slot++) {
+    for (int slot = 0; slot < EXPERTS_PER_TOKEN; slot++) {
         int expert = take_best(words, best);
         is_bad |= !can_be_chosen(best);
         if (lane == slot) choice.expert = expert;
@@ -347,9 +347,9 @@ __device__ void store_choice(const State &s, int token, const Choice &choice) {
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
         if (lane + j * 32 < NUM_EXPERTS) s.router_logits[token * NUM_EXPERTS + lane + j * 32] = choice.logits[j];
-    if (lane < K) {
-        s.expert_ids[token * K + lane] = choice.expert;
-        s.expert_weights[token * K + lane] = choice.weight;
+    if (lane < EXPERTS_PER_TOKEN) {
+        s.expert_ids[token * EXPERTS_PER_TOKEN + lane] = choice.expert;
+        s.expert_weights[token * EXPERTS_PER_TOKEN + lane] = choice.weight;
     }
 }
 
@@ -379,7 +379,7 @@ __device__ void report_fault(const Routing &r, const Lists &lists) {
 }
 
 constexpr unsigned ACTIVE = 1 << 23; /* one expert, counted in the same word as assignments */
-static_assert(MAX_TOKENS * K < ACTIVE, "too many assignments to count beside the experts");
+static_assert(MAX_TOKENS * EXPERTS_PER_TOKEN < ACTIVE, "too many assignments to count beside the experts");
 
 /* From the experts' totals, by one warp: where each one's assignments start, and the list of those that have any. */
 __device__ void list_experts(const State &s, Lists &lists, const int32_t *place) {
@@ -478,7 +478,7 @@ __device__ bool is_last_block(Scratch *scratch, Lists &lists) {
 __global__ void __launch_bounds__(WARPS * 32)
 router_kernel(const __grid_constant__ Routing r, Scratch *scratch, int num_rows) {
     __shared__ Lists lists;
-    __shared__ int ids[CLUSTER_BLOCKS * WARPS * K];
+    __shared__ int ids[CLUSTER_BLOCKS * WARPS * EXPERTS_PER_TOKEN];
     bool is_cluster = gridDim.x <= CLUSTER_BLOCKS;
     clear(lists);
     cluster_arrive();
@@ -491,12 +491,13 @@ router_kernel(const __grid_constant__ Routing r, Scratch *scratch, int num_rows)
     bool is_token = token < num_tokens;
     cluster_wait(); /* the first block has begun, and its lists are clear */
     if (is_token && choice.is_bad && lane == 0) raise_in_first_block(&lists.fault, MAX_TOKENS - token);
-    if (is_token && is_cluster && lane < K) store_to_first_block(&ids[token * K + lane], choice.expert);
+    if (is_token && is_cluster && lane < EXPERTS_PER_TOKEN)
+        store_to_first_block(&ids[token * EXPERTS_PER_TOKEN + lane], choice.expert);
     if (is_cluster) cluster_arrive();
     if (is_token) store_choice(r.state, token, choice);
     if (is_cluster) cluster_wait();
     if (is_cluster ? blockIdx.x != 0 : !is_last_block(scratch, lists)) return;
-    dispatch(r, lists, is_cluster ? ids : nullptr, num_tokens * K);
+    dispatch(r, lists, is_cluster ? ids : nullptr, num_tokens * EXPERTS_PER_TOKEN);
     if (threadIdx.x == 0) report_fault(r, lists);
 }
 
@@ -515,7 +516,7 @@ small_router_kernel(const __grid_constant__ Routing r, Scratch *scratch, const f
     __shared__ alignas(16) float sums[LOGIT_GROUPS * 2][LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
     __shared__ float partials[LOGIT_SLICES][TOKENS][NUM_EXPERTS]; /* the first block's */
     __shared__ Lists lists;
-    __shared__ int ids[TOKENS * K];
+    __shared__ int ids[TOKENS * EXPERTS_PER_TOKEN];
     clear(lists);
     cluster_arrive();
     int warp = threadIdx.x / 32, part = warp % LOGIT_WARPS, slice = blockIdx.x / SHARES;
@@ -545,12 +546,12 @@ small_router_kernel(const __grid_constant__ Routing r, Scratch *scratch, const f
     if (blockIdx.x != 0) return;
     if (warp < TOKENS && warp < num_tokens) {
         Choice choice = route_token(r, partials, warp);
-        if (threadIdx.x % 32 < K) ids[warp * K + threadIdx.x % 32] = choice.expert;
+        if (threadIdx.x % 32 < EXPERTS_PER_TOKEN) ids[warp * EXPERTS_PER_TOKEN + threadIdx.x % 32] = choice.expert;
         if (choice.is_bad && threadIdx.x % 32 == 0) atomicMax(&lists.fault, MAX_TOKENS - warp);
         store_choice(r.state, warp, choice);
     }
     __syncthreads();
-    dispatch(r, lists, ids, num_tokens * K);
+    dispatch(r, lists, ids, num_tokens * EXPERTS_PER_TOKEN);
     if (threadIdx.x == 0) report_fault(r, lists);
 }
 

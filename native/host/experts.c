@@ -23,7 +23,7 @@ int host_experts_up(Model *m, int num_tokens, int layer) {
     p.panels = weights->experts_up;
     p.bias = EXPERT_BIAS ? weights->experts_up_bias : NULL;
     p.input = ffn_input(m);
-    p.input_divisor = K;
+    p.input_divisor = EXPERTS_PER_TOKEN;
     p.output = m->state.expert_mid;
     p.columns = HIDDEN;
     p.outputs = FFN;
@@ -57,7 +57,8 @@ typedef struct Sum {
 static void add_up_token(const void *job, long t) {
     const Sum *s = job;
     const State *state = &s->model->state;
-    const float *weight = state->expert_weights + t * K, *out = state->expert_out + t * K * HIDDEN;
+    const float *weight = state->expert_weights + t * EXPERTS_PER_TOKEN;
+    const float *out = state->expert_out + t * EXPERTS_PER_TOKEN * HIDDEN;
     const float multiplier = s->model->header.residual_multiplier;
     float *x = state->x + t * HIDDEN;
     for (int i = 0; i < HIDDEN; i++) {
@@ -77,7 +78,7 @@ void host_add_up(const Model *m, int num_tokens, int residual, int num_slots, co
 
 int host_combine(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
-    host_add_up(m, num_tokens, HAS_RESIDUAL, weights->router ? K : 0, weights->mlp_up ? m->state.mlp_out : NULL,
-                weights->ffn_out_bias);
+    host_add_up(m, num_tokens, HAS_RESIDUAL, weights->router ? EXPERTS_PER_TOKEN : 0,
+                weights->mlp_up ? m->state.mlp_out : NULL, weights->ffn_out_bias);
     return 0;
 }

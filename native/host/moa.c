@@ -9,7 +9,7 @@ int host_queries(Model *m, int num_tokens, int layer) {
     Product p = host_grouped(m);
     p.panels = weights->attention_experts_in;
     p.input = m->state.normed;
-    p.input_divisor = K;
+    p.input_divisor = EXPERTS_PER_TOKEN;
     p.output = m->state.q; /* heads of slot 0, then of slot 1, ... */
     p.columns = HIDDEN;
     p.outputs = NUM_KV_HEADS * HEAD_DIM;
@@ -27,7 +27,7 @@ int host_attention_out(Model *m, int num_tokens, int layer) {
     p.columns = NUM_KV_HEADS * HEAD_DIM;
     p.outputs = HIDDEN;
     host_product(m, &p);
-    host_add_up(m, num_tokens, 1, K, NULL, weights->attention_out_bias);
+    host_add_up(m, num_tokens, 1, EXPERTS_PER_TOKEN, NULL, weights->attention_out_bias);
     return 0;
 }
 
