@@ -286,8 +286,9 @@ def random_model(rng, **config):
     model = {**fields(num_layers=1, num_experts=4, k=2, hidden=64, ffn=32, num_heads=0, num_kv_heads=0, head_dim=0,
                     vocab_size=0, weight_dtype=F16, expert_dtype=0, dense_dtype=0, activation=SILU, gated=1,
                     router_kind=SOFTMAX, router_bias=0, renormalize=1, num_groups=1, topk_groups=1, routed_scaling=1.0,
-                    renormalize_min=0.0, router_logit_bias=0, expert_bias=0, swiglu_alpha=1.75, swiglu_limit=1.5, norm_kind=1, norm_eps=1e-5,
-                    rope_kind=1, rope_theta=10000.0, tied_embeddings=0), **config}
+                    renormalize_min=0.0, router_logit_bias=0, expert_bias=0, swiglu_alpha=1.75,
+                    swiglu_limit=1.5, norm_kind=1, norm_eps=1e-5, rope_kind=1, rope_theta=10000.0, tied_embeddings=0),
+             **config}
     model = neutral(model)
     hidden, ffn, experts = model["hidden"], model["ffn"], model["num_experts"]
     dense, expert = (headers.format_of(kind, model) for kind in ("dense_t", "expert_t"))
