@@ -30,7 +30,7 @@ from cuda.bindings import nvrtc
 from bench.program import ROOT, Parser, count, names, run, several
 from colibri.errors import ColibriError
 from colibri.gpu import arch, call, driver, properties
-from colibri.headers import stored_elements
+from colibri.headers import default, stored_elements
 from colibri.native import Library
 
 COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
@@ -68,7 +68,8 @@ extern "C" __global__ void read(const uint4 *from, unsigned *to, long count) {
 
 def library(config, extra=""):
     """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
-    text = " ".join([f"-D{name.upper()}={value}" for name, value in config.items() if name != "num_layers"] + extra.split())
+    defines = [f"-D{default().macros[name]}={value}" for name, value in config.items() if name != "num_layers"]
+    text = " ".join(defines + extra.split())
     subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, check=True)
     return Library(ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so")
 
@@ -112,6 +113,8 @@ class Bench:
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
         self.library.bind(self.model.ctypes.data, 1, header.ctypes.data, weights.ctypes.data, self.layers.ctypes.data,
                           self.state, self.batch, num_slots, 1, int(self.stream))
+        experts = np.tile(np.arange(self.config["num_experts"], dtype=np.int32), (num_layers, 1))
+        call("cuMemcpyHtoD", self.offsets["place"], experts.ctypes.data, experts.nbytes)
         self.keep = header, weights
 
     def allocate(self, size):
@@ -284,7 +287,8 @@ def product_ceiling(size=8192):
 BLOCK = ["router", "experts_up", "experts_down", "combine"]
 MOE_OPS = {"block": BLOCK, "single": BLOCK, "router": ["router"], "select": [],
            "experts_up": ["experts_up"], "experts_down": ["experts_down"], "combine": ["combine"]}
-DENSE_OPS = {name: [name] for name in ("norm", "qkv", "rope", "attention", "attention_out", "gather_norm", "lm_head")}
+DENSE_OPS = {name: [name] for name in ("ffn_norm", "qkv", "rope", "attention", "attention_out", "gather_norm",
+                                              "lm_head")}
 MLP_OPS = {"mlp": ["mlp"]}
 OPS = {**MOE_OPS, **DENSE_OPS, **MLP_OPS}
 MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1}

@@ -123,6 +123,7 @@ class Engine:
         library.bind(self._address, memory.code, header.ctypes.data, self._weights[0].ctypes.data,
                      self._weights[1].ctypes.data, state, self.batch.ctypes.data, self.num_slots, self.threads,
                      memory.stream)
+        self._place_experts()
         self._fields = {name: self.batch[name] if self.batch[name].ndim == 1 else self.batch[name][0]
                         for name in self.batch.dtype.names}
         self._positions = np.arange(library.baked["max_seq_len"], dtype=np.int32)
@@ -131,6 +132,15 @@ class Engine:
         original = int(header[0]["rope_original_positions"])
         self._has_rope_lengths = bool(is_long or is_dynamic) and original < self.context
         self._rope_original = original if is_long else 0
+
+    def _place_experts(self):
+        """Tells the kernels where each expert stands: as in the file, expert e at place e."""
+        stored, num_experts = self.library.baked["stored_experts"], self.checkpoint.header["num_experts"]
+        if stored != num_experts:
+            raise ColibriError(f"{self.library.file}: stored_experts={stored}, expected num_experts={num_experts}, "
+                               "since a model's experts are all in memory; leave STORED_EXPERTS out of DEFINES")
+        self._places = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))  # kept while it is copied
+        self.memory.write(int(self._model["state"]["place"][0]), self._places)
 
     @alone
     def session(self):

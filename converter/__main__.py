@@ -161,13 +161,18 @@ def convert(options):
         raise ColibriError(f"--layer: {options.layer}, expected only with --format v1; drop it")
     kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(
         {**fields, "dense_layers": headers.mask(fields["dense_layers"])})}
-    dtype = _dtype(options.dtype, bound.sources, kinds, options.checkpoint)
+    dtypes = {kind: _dtype(options.dtype, bound.sources, kinds, kind, options.checkpoint)
+              for kind in ("expert_t", "dense_t")}
+    dtype = dtypes["expert_t"] or dtypes["dense_t"]
+    if (dtypes["dense_t"] or dtype) != dtype:
+        fields["dense_dtype"] = headers.default().codes("DTYPE")[dtypes["dense_t"]] + 1
     header, directory = bin_writer.plan(fields, dtype, plan.text.tokenizer)
+    label = f"{dtype}, but {dtypes['dense_t']} beside the experts" if fields["dense_dtype"] else dtype
     if options.dry_run:
-        return say(_report(plan, header, directory, dtype, bound.ignored))
+        return say(_report(plan, header, directory, label, bound.ignored))
 
     def contents(name):
-        return _contents(name, bound.sources[name], fields, dtype if kinds[name] == "weight_t" else "f32")
+        return _contents(name, bound.sources[name], fields, {"float": "f32", **dtypes}[kinds[name]])
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
         bin_writer.write(file, header, directory, contents, bar.update, plan.text.tokenizer)
@@ -175,7 +180,7 @@ def convert(options):
     left_out = plan.input.left_out + bound.ignored
     say(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
           f"{_count(fields['num_layers'], 'layer')} of {_count(fields['num_experts'], 'expert')}, k={fields['k']}, "
-          f"{dtype}"
+          f"{label}"
           + (f"; left out: {', '.join(left_out[:8])}{' ...' if len(left_out) > 8 else ''}" if left_out else ""))
 
 
@@ -210,12 +215,12 @@ def _contents(name, experts, fields, dtype):
     return interleave.panels(experts, dtype, headers.is_gated(name, fields))
 
 
-def _dtype(option, sources, kinds, path):
-    """The matrices' dtype: as asked, or the one that they share."""
-    matrices = [tensor for name, experts in sources.items() if kinds[name] == "weight_t"
+def _dtype(option, sources, kinds, kind, path):
+    """The dtype of the experts' matrices, or of the others: as asked, or the one that they share; None: of none."""
+    matrices = [tensor for name, experts in sources.items() if kinds[name] == kind
                 for parts in experts for tensor in parts]
-    if option != "keep":
-        return option
+    if option != "keep" or not matrices:
+        return option if matrices else None
     kept = interleave.KEPT[matrices[0].dtype]
     other = next((tensor for tensor in matrices if interleave.KEPT[tensor.dtype] != kept), None)
     if other is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.rope import MAX_HEAD_DIM, rope, yarn_mscale
+from converter.rope import rope, yarn_mscale
 from converter.values import Values, once
 
 CODES = headers.default().constants
@@ -371,27 +371,12 @@ def _held(value):
 
 
 def check_limits(fields, where):
-    """What native/config.h asserts of a model, in words."""
-    heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
-    experts, groups = fields["num_experts"], fields["num_groups"]
-    rules = [("num_experts", 1 <= experts <= 256, "1 to 256"),
-             ("k", 1 <= fields["k"] <= min(16, experts), "1 to 16, and at most num_experts"),
-             ("num_groups", groups >= 1 and experts % groups == 0, f"a divisor of num_experts={experts}"),
-             ("topk_groups", 1 <= fields["topk_groups"] <= groups and
-              fields["topk_groups"] * (experts // max(groups, 1)) >= fields["k"],
-              f"1 to num_groups={groups}, and enough for k={fields['k']} experts"),
-             ("hidden", fields["hidden"] >= 1, "at least 1"), ("ffn", fields["ffn"] >= 1, "at least 1"),
-             ("num_layers", 1 <= fields["num_layers"] <= MAX_LAYERS, f"1 to {MAX_LAYERS}"),
-             ("num_kv_heads", heads == 0 or (kv_heads >= 1 and heads % kv_heads == 0),
-              f"a divisor of num_heads={heads}"),
-             ("head_dim", heads == 0 or (2 <= head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0),
-              f"an even number from 2 to {MAX_HEAD_DIM}"),
-             ("v_head_dim", heads == 0 or 1 <= fields["v_head_dim"] <= MAX_HEAD_DIM, f"1 to {MAX_HEAD_DIM}"),
-             ("rotary_dim", heads == 0 or fields["rotary_dim"] <= head_dim, f"at most head_dim={head_dim}"),
-             ("vocab_size", heads == 0 or fields["vocab_size"] >= 1, "at least 1"),
+    """Refuses a model that no library can be built for, or whose numbers a file cannot hold."""
+    broken = headers.default().broken_rule(fields)
+    heads, layers = fields["num_heads"], fields["num_layers"]
+    rules = [("num_layers", 1 <= layers <= MAX_LAYERS, f"1 to {MAX_LAYERS}"),
              ("norm_eps", heads == 0 or fields["norm_eps"] > 0, "above 0"),
              ("final_norm_eps", heads == 0 or fields["final_norm_eps"] > 0, "above 0"),
              *((name, _held(fields[name]), "a number that float32 holds") for name in FLOATS)]
-    for field, holds, rule in rules:
-        if not holds:
-            raise ColibriError(f"{where}: {field}={fields[field]}, expected {rule}; correct the config or the flag")
+    for field, rule in [*filter(None, [broken]), *((field, rule) for field, holds, rule in rules if not holds)]:
+        raise ColibriError(f"{where}: {field}={fields[field]}, expected {rule}; correct the config or the flag")

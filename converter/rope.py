@@ -11,7 +11,7 @@ from colibri.errors import ColibriError
 from converter.values import Values
 
 CODES = headers.default().constants
-MAX_HEAD_DIM = 512  # what the kernels hold
+MAX_HEAD_DIM = CODES["MAX_HEAD_DIM"]
 TENSORS = ("rope_frequencies", "rope_long_frequencies")  # that are made here, and in no checkpoint
 # rope_type -> what it may bring along; another kind, or another field, is refused.
 KNOWN = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),

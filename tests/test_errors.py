@@ -321,7 +321,8 @@ def test_library_of_another_model(place, moe_32):
 
 def test_wrong_defines(place):
     """Before anything is built with them."""
-    for defines, line in (("-DK=4", "-DK=4, expected 2 as in moe.bin; the model decides, leave it out"),
+    for defines, line in (("-DEXPERTS_PER_TOKEN=4",
+                           "-DEXPERTS_PER_TOKEN=4, expected 2 as in moe.bin; the model decides, leave it out"),
                           ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
                           ("-DMAX_BATHC=64",
                            f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it"),
@@ -345,7 +346,7 @@ def test_a_limit_of_the_build_says_so():
     form, unknown = "expected -DNAME=VALUE; leave it out", f"expected -DNAME=VALUE with a NAME of {NAMES}; correct it"
     number = "expected a number of 1 to 99999999, in digits without a 0 before them; correct it"
     archs = "expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
-    for arguments, line in ((["DEFINES=-DHIDDEN=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
+    for arguments, line in ((["DEFINES=-DHIDDEN=0"], "native/config.h: expected hidden >= 1"),
                             *(([f"ARCH={arch}"], f"*** ARCH={arch}: {archs}.  Stop.\n")
                               for arch in ("sm_70", "", "sm_90 ", "host sm_90")),
                             *(([f"DEFINES=-DMAX_SEQ_LEN=100 {wrong}"], f"*** DEFINES: {wrong}, {rule}.  Stop.\n")

@@ -9,32 +9,33 @@ namespace {
 /* What the blocks of a step find out together, in the shared memory of the one that goes on alone. */
 struct Lists {
     int fault;                           /* MAX_TOKENS minus the lowest token whose logits allow no choice, or 0 */
+    int absent;                          /* NUM_EXPERTS minus the lowest chosen expert without a place, or 0 */
     int totals[NUM_EXPERTS];             /* assignments */
     int starts[NUM_EXPERTS];             /* each expert's next assignment's place */
     uint32_t takers[WARPS][NUM_EXPERTS]; /* bit l of warp w: that its lane l has an assignment of the expert */
 };
 
 __device__ void clear(Lists &lists) {
-    if (threadIdx.x == 0) lists.fault = 0;
+    if (threadIdx.x == 0) lists.fault = lists.absent = 0;
     for (int e = threadIdx.x; e < NUM_EXPERTS; e += WARPS * 32) lists.totals[e] = 0;
     for (int e = threadIdx.x % 32; e < NUM_EXPERTS; e += 32) lists.takers[threadIdx.x / 32][e] = 0;
 }
 
 /* Makes a fault known to the host, unless an earlier layer's is. By one thread. */
-__device__ void report_fault(const Routing &r, int fault) {
+__device__ void report_fault(const Routing &r, const Lists &lists) {
     volatile Batch *batch = r.host_batch;
-    if (batch->fault != 0) return;
+    if (batch->fault != 0 || (!lists.fault && !lists.absent)) return;
     batch->fault_layer = r.layer;
-    batch->fault_token = MAX_TOKENS - fault;
+    batch->fault_token = lists.fault ? MAX_TOKENS - lists.fault : NUM_EXPERTS - lists.absent;
     __threadfence_system();
-    batch->fault = FAULT_ROUTER_LOGIT;
+    batch->fault = lists.fault ? FAULT_ROUTER_LOGIT : FAULT_EXPERT;
 }
 
 constexpr unsigned ACTIVE = 1 << 23; /* one expert, counted in the same word as assignments */
-static_assert(MAX_TOKENS * K < ACTIVE, "too many assignments to count beside the experts");
+static_assert(MAX_TOKENS * EXPERTS_PER_TOKEN < ACTIVE, "too many assignments to count beside the experts");
 
 /* From the experts' totals, by one warp: where each one's assignments start, and the list of those that have any. */
-__device__ void list_experts(const State &s, Lists &lists, bool counted) {
+__device__ void list_experts(const State &s, Lists &lists, const int32_t *place) {
     int lane = threadIdx.x % 32, total[PER_LANE];
     unsigned own = 0;
 #pragma unroll
@@ -52,12 +53,13 @@ __device__ void list_experts(const State &s, Lists &lists, bool counted) {
         lists.starts[e] = start;
         s.expert_offsets[e] = start;
         if (total[j] > 0) s.active_experts[num_active++] = e;
+        if (total[j] > 0 && place && place[e] < 0) atomicMax(&lists.absent, NUM_EXPERTS - e);
         start += total[j];
     }
     if (lane == 31) {
         s.expert_offsets[NUM_EXPERTS] = up_to % ACTIVE;
         *s.num_active = up_to / ACTIVE;
-        if (counted) atomicAdd((unsigned long long *)s.experts_read, up_to / ACTIVE);
+        if (place) atomicAdd((unsigned long long *)s.experts_read, up_to / ACTIVE);
     }
 }
 
@@ -88,7 +90,7 @@ __device__ void dispatch(const Routing &r, Lists &lists, const int *ids, int cou
         }
         __syncthreads();
         if (first == 0) {
-            if (warp == 0) list_experts(s, lists, r.counted);
+            if (warp == 0) list_experts(s, lists, r.place);
             __syncthreads();
         }
         if (i < count) {
@@ -99,7 +101,7 @@ __device__ void dispatch(const Routing &r, Lists &lists, const int *ids, int cou
         if (first + WARPS * 32 >= count) break;
         end_round(lists);
     }
-    for (int e = threadIdx.x; e < NUM_EXPERTS && r.counted; e += WARPS * 32)
+    for (int e = threadIdx.x; e < NUM_EXPERTS && r.place; e += WARPS * 32)
         if (lists.totals[e])
             atomicAdd((unsigned long long *)&s.routed_tokens[(int64_t)r.layer * NUM_EXPERTS + e], lists.totals[e]);
 }

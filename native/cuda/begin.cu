@@ -52,7 +52,7 @@ __global__ void frequencies_kernel(float *out, const float *frequencies, const B
 
 } // namespace
 
-int cuda_begin(Model *m, int num_tokens) {
+int cuda_begin(Model *m, int num_tokens, int) {
     TRY(launch(m, "begin", begin_kernel, dim3(ceil_div(num_tokens, THREADS), INPUTS), THREADS, 0, device_batch(m),
                m->batch, num_tokens));
     if (!NUM_HEADS || ROPE_KIND != ROPE_DYNAMIC) return 0;
@@ -61,7 +61,7 @@ int cuda_begin(Model *m, int num_tokens) {
                   m->header.rope_original_positions, m->header.rope_dynamic_factor);
 }
 
-int cuda_embed(Model *m, int num_tokens) {
+int cuda_embed(Model *m, int num_tokens, int) {
     return launch(m, "embed", embed_kernel, dim3(num_tokens, ceil_div(HIDDEN, THREADS)), THREADS, 0, m->state.x,
                   m->weights.embed, device_batch(m), m->header.embedding_multiplier);
 }

@@ -1,5 +1,5 @@
 /* The choice of a token's experts from its logits and the experts' weights, by one warp. Order is (score descending,
- * expert ascending): the warp takes the best one out K times, each by two reductions over its lanes. */
+ * expert ascending): the warp takes the best one out k times, each by two reductions over its lanes. */
 #ifndef COLIBRI_CUDA_CHOOSE_CUH
 #define COLIBRI_CUDA_CHOOSE_CUH
 
@@ -136,10 +136,10 @@ __device__ void limit_groups(float (&score)[PER_LANE]) {
         if (!allowed[j]) score[j] = -INFINITE;
 }
 
-/* The weight of lane i's expert, for lanes i < K; `chosen` is its logit. */
+/* The weight of lane i's expert, for lanes i < k; `chosen` is its logit. */
 __device__ float weigh(float chosen, const float (&logits)[PER_LANE], float routed_scaling, float renormalize_min) {
     constexpr bool OVER_CHOSEN = ROUTER_KIND == ROUTER_TOPK_SOFTMAX || RENORMALIZE;
-    bool is_slot = threadIdx.x % 32 < K;
+    bool is_slot = threadIdx.x % 32 < EXPERTS_PER_TOKEN;
     /* Weights that are divided by their sum are taken relative to the largest, so that they cannot all underflow. */
     float largest = 0.0f, total = 1.0f, weight;
     if (OVER_CHOSEN) {
@@ -179,13 +179,13 @@ struct Routing {
     const float *bias, *logit_bias; /* (NUM_EXPERTS) or NULL */
     float routed_scaling, renormalize_min, jitter;
     int layer;
-    bool counted; /* in the layer's totals */
+    const int32_t *place; /* (NUM_EXPERTS), of the layer's FFN; NULL: of another routing, which the totals leave out */
 };
 
 /* A row's routing, by one warp. */
 struct Choice {
     float logits[PER_LANE]; /* of experts lane, lane + 32, ... */
-    int expert;             /* lane i < K: the i-th best, and its weight */
+    int expert;             /* lane i < k: the i-th best, and its weight */
     float weight;
     bool is_bad;            /* in every lane: the logits allow no choice */
 };
@@ -223,7 +223,7 @@ __device__ Choice route_token(const Routing &r, const float (*partials)[ROWS][NU
     for (int j = 0; j < PER_LANE; j++) words[j] = lane + j * 32 < NUM_EXPERTS ? orderable(score[j]) : 0;
     int first = NUM_EXPERTS;
 #pragma unroll
-    for (int slot = 0; slot < K; slot++) {
+    for (int slot = 0; slot < EXPERTS_PER_TOKEN; slot++) {
         int expert = take_best(words, best);
         is_bad |= !can_be_chosen(best);
         if (lane == slot) choice.expert = expert;
@@ -244,9 +244,9 @@ __device__ void store_choice(const State &s, int token, const Choice &choice) {
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
         if (lane + j * 32 < NUM_EXPERTS) s.router_logits[token * NUM_EXPERTS + lane + j * 32] = choice.logits[j];
-    if (lane < K) {
-        s.expert_ids[token * K + lane] = choice.expert;
-        s.expert_weights[token * K + lane] = choice.weight;
+    if (lane < EXPERTS_PER_TOKEN) {
+        s.expert_ids[token * EXPERTS_PER_TOKEN + lane] = choice.expert;
+        s.expert_weights[token * EXPERTS_PER_TOKEN + lane] = choice.weight;
     }
 }
 

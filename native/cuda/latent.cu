@@ -26,11 +26,11 @@ latent_norm_kernel(float *qkv, const float *kv_weight, const float *q_weight, co
 }
 
 /* q_b and kv_b: from the latents of qkv to q and kv. */
-int latent_products(Model *m, int num_tokens, const Layer *layer) {
+int latent_products(Model *m, int num_tokens, const Layer &weights) {
 #if Q_LORA_RANK
-    TRY(product<QB>(m, num_tokens, job_of<QB>(m, layer->q_b, nullptr, m->state.qkv, m->state.q)));
+    TRY(product<QB>(m, num_tokens, job_of<QB>(m, weights.q_b, nullptr, m->state.qkv, m->state.q)));
 #endif
-    return product<KvB>(m, num_tokens, job_of<KvB>(m, layer->kv_b, nullptr, m->state.qkv, m->state.kv));
+    return product<KvB>(m, num_tokens, job_of<KvB>(m, weights.kv_b, nullptr, m->state.qkv, m->state.kv));
 }
 
 } // namespace
@@ -39,7 +39,7 @@ int cuda_queries(Model *m, int num_tokens, int layer) {
     const Layer &weights = m->weights.layers[layer];
     TRY(launch(m, "latent_norm", latent_norm_kernel, dim3(num_tokens, 1 + (Q_LORA_RANK > 0)), THREADS, 0, m->state.qkv,
                weights.kv_a_norm, weights.q_a_norm, &device_batch(m)->num_tokens, m->header.latent_norm_eps));
-    return latent_products(m, num_tokens, &weights);
+    return latent_products(m, num_tokens, weights);
 }
 
 #endif

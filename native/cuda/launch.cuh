@@ -13,25 +13,12 @@
 #include "../error.h"
 #include "../ops.h"
 
-/* The ops, named as in ops.h. */
+/* The ops of ops.h. */
 int cuda_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads,
                 void *stream);
-int cuda_begin(Model *m, int num_tokens);
-int cuda_embed(Model *m, int num_tokens);
-int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
-int cuda_qkv(Model *m, int num_tokens, const Layer *layer);
-int cuda_queries(Model *m, int num_tokens, int layer);
-int cuda_rope(Model *m, int num_tokens, int layer);
-int cuda_attention(Model *m, int num_tokens, int layer);
-int cuda_attention_out(Model *m, int num_tokens, const Layer *layer);
-int cuda_router(Model *m, int num_tokens, int layer, const float *input);
-int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
-int cuda_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
-int cuda_experts_down(Model *m, int num_tokens, const Layer *layer);
-int cuda_combine(Model *m, int num_tokens, const Layer *layer, int residual);
-int cuda_gather_norm(Model *m, int num_logits);
-int cuda_lm_head(Model *m, int num_logits);
-int cuda_sample(Model *m, int num_logits);
+#define OP(op, has) Op cuda_##op;
+OPS(OP)
+#undef OP
 
 /* Ids, weights and lists from `router` and, where not NULL, its two biases; counted: in the totals of the layer. */
 int cuda_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,

@@ -5,11 +5,11 @@
 
 namespace {
 
-template <int FFN_> int mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
+template <int FFN_> int mlp(Model *m, int num_tokens, const Layer &weights) {
     if constexpr (FFN_ > 0) {
         TRY(product<MlpUp<FFN_>>(m, num_tokens,
-                                 job_of<MlpUp<FFN_>>(m, layer->mlp_up, nullptr, input, m->state.mlp_mid)));
-        TRY(product<MlpDown<FFN_>>(m, num_tokens, job_of<MlpDown<FFN_>>(m, layer->mlp_down, nullptr, m->state.mlp_mid,
+                                 job_of<MlpUp<FFN_>>(m, weights.mlp_up, nullptr, ffn_input(m), m->state.mlp_mid)));
+        TRY(product<MlpDown<FFN_>>(m, num_tokens, job_of<MlpDown<FFN_>>(m, weights.mlp_down, nullptr, m->state.mlp_mid,
                                                                         m->state.mlp_out)));
     }
     return 0;
@@ -32,11 +32,12 @@ gate_kernel(float *rows, const float *input, const float *gate, const int *num_r
 
 } // namespace
 
-int cuda_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    TRY((layer->router ? mlp<SHARED_FFN> : mlp<DENSE_FFN>)(m, num_tokens, layer, input));
-    if (!layer->shared_gate) return 0;
-    return launch(m, "shared_gate", gate_kernel, num_tokens, GATE_THREADS, 0, m->state.mlp_out, input,
-                  layer->shared_gate, &device_batch(m)->num_tokens);
+int cuda_mlp(Model *m, int num_tokens, int layer) {
+    const Layer &weights = m->weights.layers[layer];
+    TRY((weights.router ? mlp<SHARED_FFN> : mlp<DENSE_FFN>)(m, num_tokens, weights));
+    if (!weights.shared_gate) return 0;
+    return launch(m, "shared_gate", gate_kernel, num_tokens, GATE_THREADS, 0, m->state.mlp_out, ffn_input(m),
+                  weights.shared_gate, &device_batch(m)->num_tokens);
 }
 
 #endif

@@ -10,9 +10,10 @@ int cuda_queries(Model *m, int num_tokens, int layer) {
                                                        m->state.q));
 }
 
-int cuda_attention_out(Model *m, int num_tokens, const Layer *layer) {
-    TRY(product<MoaOut>(m, num_tokens, job_of<MoaOut>(m, layer->attention_experts_out, nullptr, m->state.attention,
+int cuda_attention_out(Model *m, int num_tokens, int layer) {
+    const Layer &weights = m->weights.layers[layer];
+    TRY(product<MoaOut>(m, num_tokens, job_of<MoaOut>(m, weights.attention_experts_out, nullptr, m->state.attention,
                                                       m->state.expert_out)));
-    return cuda_add_up(m, num_tokens, 1, true, nullptr, layer->attention_out_bias);
+    return cuda_add_up(m, num_tokens, 1, true, nullptr, weights.attention_out_bias);
 }
 #endif

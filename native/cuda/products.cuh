@@ -7,7 +7,7 @@
 /* A step of up to DECODE_TOKENS tokens is bound by reading weights and split over the GPU by panels (decode.cuh); a
  * longer one is bound by multiplying (prefill.cuh). */
 constexpr int DECODE_TOKENS = min_of(MAX_TOKENS, 64);
-constexpr int DECODE_ASSIGNMENTS = DECODE_TOKENS * K;
+constexpr int DECODE_ASSIGNMENTS = DECODE_TOKENS * EXPERTS_PER_TOKEN;
 
 /* How many parts a panel's columns fall into, each a work item of its own: the fewest that give one token's experts
  * enough items to even out over a GPU, in parts of 64 KiB at least. It depends on the shape alone, and so do sums. */
@@ -22,6 +22,7 @@ constexpr int column_splits(int experts, int panels, int columns) {
 template <int EXPERTS_, int SLOTS_, int ROWS, int COLUMNS_> struct Product {
     static constexpr int EXPERTS = EXPERTS_, ASSIGNMENTS = DECODE_TOKENS * SLOTS_, COLUMNS = COLUMNS_, OUTPUTS = ROWS;
     static constexpr bool ALL_TOKENS = EXPERTS == 1;
+    static constexpr int STORED = EXPERTS; /* of its experts, in memory */
     static constexpr int PANELS = ceil_div(ROWS, PANEL_ROWS), SPLITS = column_splits(SLOTS_, PANELS, COLUMNS);
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * ASSIGNMENTS * PANELS * PANEL_ROWS : 0;
     static constexpr int STRIDE = COLUMNS, FIRST = 0; /* the input: columns FIRST, FIRST + 1, ... of rows of STRIDE */
@@ -35,26 +36,27 @@ template <int EXPERTS_, int SLOTS_, int ROWS, int COLUMNS_> struct Product {
 /* Rows of a gated matrix: gate and up alternate in groups of GATE_GROUP. */
 constexpr int gated_rows(int ffn) { return 2 * GATE_GROUP * ceil_div(ffn, GATE_GROUP); }
 
-struct Up : Product<NUM_EXPERTS, K, GATED ? gated_rows(FFN) : FFN, HIDDEN> {
+struct Up : Product<NUM_EXPERTS, EXPERTS_PER_TOKEN, GATED ? gated_rows(FFN) : FFN, HIDDEN> {
     static constexpr const char *NAME = "experts_up";
-    static constexpr int OUTPUTS = FFN, INPUT_DIVISOR = K;
+    static constexpr int OUTPUTS = FFN, INPUT_DIVISOR = EXPERTS_PER_TOKEN, STORED = STORED_EXPERTS;
     static constexpr bool IS_GATED = GATED, ACTIVATES = true, HAS_BIAS = EXPERT_BIAS, KNOWN_BEFORE = false;
 };
 
-struct Down : Product<NUM_EXPERTS, K, HIDDEN, FFN> {
+struct Down : Product<NUM_EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, FFN> {
     static constexpr const char *NAME = "experts_down";
+    static constexpr int STORED = STORED_EXPERTS;
     static constexpr bool HAS_BIAS = EXPERT_BIAS;
 };
 
 /* ATTENTION_MOA's experts, which have a routing of their own: a slot's query heads, and what their attention gives. */
 constexpr int MOA_COLUMNS = ATTENTION_KIND == ATTENTION_MOA ? NUM_KV_HEADS * HEAD_DIM : 0;
-struct MoaIn : Product<NUM_EXPERTS, K, MOA_COLUMNS, HIDDEN> {
+struct MoaIn : Product<NUM_EXPERTS, EXPERTS_PER_TOKEN, MOA_COLUMNS, HIDDEN> {
     static constexpr const char *NAME = "attention_experts_in";
-    static constexpr int INPUT_DIVISOR = K;
+    static constexpr int INPUT_DIVISOR = EXPERTS_PER_TOKEN;
     static constexpr bool KNOWN_BEFORE = false;
 };
 
-struct MoaOut : Product<NUM_EXPERTS, K, MOA_COLUMNS ? HIDDEN : 0, MOA_COLUMNS> {
+struct MoaOut : Product<NUM_EXPERTS, EXPERTS_PER_TOKEN, MOA_COLUMNS ? HIDDEN : 0, MOA_COLUMNS> {
     static constexpr const char *NAME = "attention_experts_out";
 };
 

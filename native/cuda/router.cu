@@ -37,7 +37,7 @@ __device__ bool is_last_block(Scratch *scratch, Lists &lists) {
 __global__ void __launch_bounds__(WARPS * 32)
 router_kernel(const __grid_constant__ Routing r, Scratch *scratch, int num_rows) {
     __shared__ Lists lists;
-    __shared__ int ids[CLUSTER_BLOCKS * WARPS * K];
+    __shared__ int ids[CLUSTER_BLOCKS * WARPS * EXPERTS_PER_TOKEN];
     bool is_cluster = gridDim.x <= CLUSTER_BLOCKS;
     clear(lists);
     cluster_arrive();
@@ -50,13 +50,14 @@ router_kernel(const __grid_constant__ Routing r, Scratch *scratch, int num_rows)
     bool is_token = token < num_tokens;
     cluster_wait(); /* the first block has begun, and its lists are clear */
     if (is_token && choice.is_bad && lane == 0) raise_in_first_block(&lists.fault, MAX_TOKENS - token);
-    if (is_token && is_cluster && lane < K) store_to_first_block(&ids[token * K + lane], choice.expert);
+    if (is_token && is_cluster && lane < EXPERTS_PER_TOKEN)
+        store_to_first_block(&ids[token * EXPERTS_PER_TOKEN + lane], choice.expert);
     if (is_cluster) cluster_arrive();
     if (is_token) store_choice(r.state, token, choice);
     if (is_cluster) cluster_wait();
     if (is_cluster ? blockIdx.x != 0 : !is_last_block(scratch, lists)) return;
-    dispatch(r, lists, is_cluster ? ids : nullptr, num_tokens * K);
-    if (threadIdx.x == 0 && lists.fault) report_fault(r, lists.fault);
+    dispatch(r, lists, is_cluster ? ids : nullptr, num_tokens * EXPERTS_PER_TOKEN);
+    if (threadIdx.x == 0) report_fault(r, lists);
 }
 
 /* For few tokens all in one: a cluster of which a block or two have a slice of the columns, and the first routes. */
@@ -74,7 +75,7 @@ small_router_kernel(const __grid_constant__ Routing r, Scratch *scratch, const f
     __shared__ alignas(16) float sums[LOGIT_GROUPS * 2][LOGIT_WARPS][TOKENS][LOGIT_EXPERTS];
     __shared__ float partials[LOGIT_SLICES][TOKENS][NUM_EXPERTS]; /* the first block's */
     __shared__ Lists lists;
-    __shared__ int ids[TOKENS * K];
+    __shared__ int ids[TOKENS * EXPERTS_PER_TOKEN];
     clear(lists);
     cluster_arrive();
     int warp = threadIdx.x / 32, part = warp % LOGIT_WARPS, slice = blockIdx.x / SHARES;
@@ -104,13 +105,13 @@ small_router_kernel(const __grid_constant__ Routing r, Scratch *scratch, const f
     if (blockIdx.x != 0) return;
     if (warp < TOKENS && warp < num_tokens) {
         Choice choice = route_token(r, partials, warp);
-        if (threadIdx.x % 32 < K) ids[warp * K + threadIdx.x % 32] = choice.expert;
+        if (threadIdx.x % 32 < EXPERTS_PER_TOKEN) ids[warp * EXPERTS_PER_TOKEN + threadIdx.x % 32] = choice.expert;
         if (choice.is_bad && threadIdx.x % 32 == 0) atomicMax(&lists.fault, MAX_TOKENS - warp);
         store_choice(r.state, warp, choice);
     }
     __syncthreads();
-    dispatch(r, lists, ids, num_tokens * K);
-    if (threadIdx.x == 0 && lists.fault) report_fault(r, lists.fault);
+    dispatch(r, lists, ids, num_tokens * EXPERTS_PER_TOKEN);
+    if (threadIdx.x == 0) report_fault(r, lists);
 }
 
 template <bool FITS>
@@ -130,7 +131,7 @@ int cuda_route(Model *m, int num_tokens, int layer, const float *input, const fl
                const float *correction, bool counted) {
     const BinHeader *h = &m->header;
     Routing routing = {m->state, device_batch(m), m->batch, correction, logit_bias, h->routed_scaling,
-                       h->renormalize_min, h->router_jitter, layer, counted};
+                       h->renormalize_min, h->router_jitter, layer, counted ? places(m, layer) : nullptr};
     if (FITS_CLUSTER && num_tokens <= SMALL_TOKENS)
         return launch_small<FITS_CLUSTER>(m, num_tokens, routing, router, input);
     TRY(launch_logits(m, num_tokens, router, input));
@@ -139,8 +140,8 @@ int cuda_route(Model *m, int num_tokens, int layer, const float *input, const fl
                            routing, scratch_of(m), num_tokens);
 }
 
-int cuda_router(Model *m, int num_tokens, int layer, const float *input) {
+int cuda_router(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
-    return cuda_route(m, num_tokens, layer, input, weights->router, weights->router_logit_bias,
+    return cuda_route(m, num_tokens, layer, ffn_input(m), weights->router, weights->router_logit_bias,
                       ROUTER_BIAS ? weights->router_bias : nullptr, true);
 }

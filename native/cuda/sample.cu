@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(Batch *result, const fl
 
 } // namespace
 
-int cuda_sample(Model *m, int num_logits) {
+int cuda_sample(Model *m, int num_logits, int) {
     return launch(m, "sample", sample_kernel, num_logits, THREADS, 0, m->batch, m->state.logits, device_batch(m));
 }
 

@@ -131,24 +131,30 @@ __device__ __forceinline__ void load_tile(uint32_t (&a)[4], uint32_t stage, int 
 /* What one product reads and writes. */
 struct Job {
     const weight_t *weights;
-    const float *bias;          /* (EXPERTS, OUTPUTS), gated all gates, then all ups of an expert; or NULL */
-    const float *input;         /* (num_tokens or num_tokens * K, STRIDE), at column FIRST */
-    float *output;              /* (num_tokens * K, OUTPUTS), where all tokens are one expert's (num_tokens, OUTPUTS) */
+    const float *bias;          /* (STORED, OUTPUTS), gated all gates, then all ups of an expert; or NULL */
+    const float *input;         /* (num_tokens or num_tokens * k, STRIDE), at column FIRST */
+    float *output;              /* (num_tokens * k, OUTPUTS), where all tokens are one expert's (num_tokens, OUTPUTS) */
     float scale;
     Swiglu swiglu;
     const int32_t *num_tokens;
     const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
-    const int32_t *assignments; /* (num_tokens * K) */
+    const int32_t *assignments; /* (num_tokens * k) */
     float *partials;            /* (SPLITS, ASSIGNMENTS, PANELS * PANEL_ROWS) */
     int32_t *arrived;           /* (tiles, PANELS) */
     int32_t *next_item;         /* the first that no block has taken, apart from each one's first */
     int32_t *done_blocks;
+    const int32_t *place = nullptr; /* (NUM_EXPERTS), of each expert in weights and bias; NULL: expert e at place e */
 };
 
+/* An expert without a place is a fault of the router's; what is read in its stead goes nowhere. */
+__device__ __forceinline__ int place_of(const Job &job, int expert) {
+    return job.place ? max(job.place[expert], 0) : expert;
+}
+
 template <class P>
-Job job_of(Model *m, const weight_t *weights, const float *bias, const float *input, float *output) {
+Job job_of(Model *m, const void *weights, const float *bias, const float *input, float *output) {
     Scratch *scratch = scratch_of(m);
-    return {weights, bias, input + P::FIRST, output, 1.0f, swiglu_of(m), &device_batch(m)->num_tokens,
+    return {(const weight_t *)weights, bias, input + P::FIRST, output, 1.0f, swiglu_of(m), &device_batch(m)->num_tokens,
             m->state.expert_offsets, m->state.assignments, scratch->partials, scratch->arrived,
             &scratch->next_item, &scratch->done_blocks};
 }
