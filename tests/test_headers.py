@@ -140,6 +140,7 @@ BROKEN = [  # of config.h's defaults: 32 experts, k=2, 8 heads of 16, 4 kv heads
     ({"head_dim": 15}, "head_dim", "an even number from 2 to 512"), ({"head_dim": 514}, "head_dim", "an even number"),
     ({"rotary_dim": 18}, "rotary_dim", "an even number up to head_dim=16"),
     ({"rotary_dim": 7}, "rotary_dim", "an even"),
+    ({"rope_kind": 3, "rotary_dim": 2}, "rotary_dim", "at least 4 with rope_kind=dynamic"),
     ({**LATENT, "rotary_dim": 16}, "rotary_dim", "below head_dim=16 with a latent"),
     ({"v_head_dim": 12}, "v_head_dim", "head_dim=16"), ({**LATENT, "v_head_dim": 0}, "v_head_dim", "1 to 512"),
     ({**LATENT, "kv_lora_rank": 0}, "kv_lora_rank", "at least 1 with a latent, else 0"),
