@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -100,12 +101,14 @@ def gaps(service, line, seconds):
         sender.start()
         clients, _ = load(service.address, STREAMS, CONTEXT - 64, True, seconds,
                           lambda: ticks.put(1) if line is not None else None)
+        end = time.perf_counter()  # until which the last token of each has been followed by none
         ticks.put(None)
         sender.join()
     for answer in answers:
         if answer.get("error", {}).get("code") != "too_long":
             raise ColibriError(f"service: {str(answer)[:200]}, expected too_long; look at its log")
     found = [gap for client in clients for gap in client.gaps if gap]  # 0: it came with the token before
+    found += [1e3 * (end - client.last) for client in clients if client.last]
     return max(found), statistics.median(found)
 
 

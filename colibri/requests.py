@@ -21,6 +21,7 @@ MAX_NEW_TOKENS = 64    # unless a request says how many
 MAX_DEADLINE_MS = 1 << 40
 OTHER_BYTES = 1 << 16  # of a line beside the text or the token numbers of its prompt
 ESCAPED = 6            # bytes of JSON that a byte of text may take: \\u and four digits
+START = 16             # characters for each token of the context, by which a text is seen to be far too long
 SPACED = 16            # bytes that may stand around a token number: a comma and blanks
 INPUTS = ("prompt", "prompt_ids", "input")
 FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "deadline_ms",
@@ -135,16 +136,19 @@ class Reader:
         return self._codec
 
     def parse(self, data, where="line"):
-        """The JSON object in bytes, as a dict; with too many of them outside of strings, it is not even read."""
+        """The JSON object in bytes, as a dict. One that no prompt needs is not even read: that would take long."""
+        most = self.max_text_bytes + self.max_bare_bytes
+        if len(data) > most and len(data) - (ESCAPED - 1) * data.count(b"\\") > most:
+            raise self.too_long(data, where, most)
         if len(data) > self.max_bare_bytes and _has_bare(data, self.max_bare_bytes):
             raise Refused(f"{where}: more than {self.max_bare_bytes} bytes outside of strings, expected fewer; no list "
                           "of token numbers that fits the context is as long", "too_long", leading_id(data))
         return parse(data, where)
 
-    def too_long(self, data, where):
-        """For data that is, or begins, a line of more than max_bytes."""
-        return Refused(f"{where}: more than {self.max_bytes} bytes, expected fewer; no prompt that fits the context is "
-                       "as long", "too_long", leading_id(data))
+    def too_long(self, data, where, most=None):
+        """For data that is, or begins, a line of more bytes than `most`, or than max_bytes."""
+        return Refused(f"{where}: more than {most or self.max_bytes} bytes, expected fewer; no prompt that fits the "
+                       "context is as long", "too_long", leading_id(data))
 
     def request(self, values, labels=None):
         """A Request of a dict of FIELDS, with all that takes time left to its encode().
@@ -221,10 +225,21 @@ class Reader:
             raise Refused(f"{name}: {len(data)} bytes, expected at most {self.max_text_bytes}, {used.longest} for each "
                           f"token of a context of {rule}", "too_long")
         try:
+            self._check_start(text, name)
             return used.encode(data, name, special), used.unit
+        except Refused:
+            raise
         except ColibriError as error:
             got = str(error).partition(": ")[2].rpartition(", expected ")[0]
             raise Refused(str(error), content=got) from None
+
+    def _check_start(self, text, name):
+        """Refuses a text of which a part is too many tokens by far, whatever follows: the whole may take seconds."""
+        context = self._engine.context
+        start = text[:START * context]
+        if len(start) < len(text) and len(self.codec().encode(start.encode())) > 2 * context:
+            raise Refused(f"{name}: more than {2 * context} {self.codec().unit}s, expected at most "
+                          f"{self._engine.context_rule(2 * context)}", "too_long")
 
     def _numbers(self, numbers, name):
         if len(numbers) <= self._engine.context:  # else their number alone is wrong enough

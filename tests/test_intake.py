@@ -218,11 +218,29 @@ def test_a_text_that_cannot_fit_is_not_encoded(reader, monkeypatch):
         request = reader.request({"id": 4, "prompt": text})
         if good:
             assert request.encode()[0] == [1] and encoded.pop() == len(text.encode())
+            del encoded[:]
         else:
             message, identity = refused(request.encode)
             assert identity == 4 and message.startswith(f"prompt: {len(text.encode())} bytes, expected at most {most}, "
                                                         f"{LONGEST} for each token of a context of {context}, ")
     assert not encoded
+
+
+def test_a_text_of_far_too_many_tokens_is_not_encoded_whole(reader, monkeypatch):
+    context, encode, sizes = reader._engine.context, reader.codec().encode, []
+    monkeypatch.setattr(reader.codec(), "encode", lambda data: sizes.append(len(data)) or encode(data))
+    for text, got, lengths in (("w1 " * context, context, [3 * context]),
+                               ("w1" + 30 * " " * context, 1, [16 * context, 30 * context + 2]),
+                               ("w1 " * (context + 1), f"{context + 1} tokens", [3 * context + 3]),
+                               ("w1      " * 2 * context, f"{2 * context} tokens", [16 * context]),
+                               ("w1 " * 8 * context, f"more than {2 * context} tokens", [16 * context])):
+        del sizes[:]
+        request = reader.request({"id": 4, "prompt": text})
+        if isinstance(got, int):
+            assert len(request.encode()[0]) == got
+        else:
+            assert refused(request.encode)[0].startswith(f"prompt: {got}, expected at most {context}, ")
+        assert sizes == lengths
 
 
 def test_the_longest_token_of_a_vocabulary():
@@ -252,6 +270,19 @@ def test_token_numbers_that_cannot_fit_are_not_read(reader):
     assert identity == "a" and message == (
         f"line: more than {reader.max_bare_bytes} bytes outside of strings, expected fewer; no list of token numbers that "
         "fits the context is as long")
+
+
+def test_a_text_that_cannot_fit_is_not_read(reader, monkeypatch):
+    """Each byte of it is one of text, or of an escape with five others at most."""
+    most = reader.max_text_bytes + reader.max_bare_bytes
+    line = b'{"id": 3, "prompt": "%b"}'
+    for piece, per_text in ((b"x", 1), (b"\\u0041", 6)):
+        text = piece * (reader.max_text_bytes + 1 if per_text > 1 else most - 100)
+        assert len(reader.parse(line % text)["prompt"]) == len(text) // per_text
+    monkeypatch.setattr("colibri.requests.parse", None)
+    assert refused(reader.parse, line % (b"x" * most)) == (
+        f"line: more than {most} bytes, expected fewer; no prompt that fits the context is as long", 3)
+    assert refused(reader.parse, line % (b"\\u0041" * most))[1] == 3
 
 
 @pytest.mark.parametrize("text", ["x", '"', "\\", '\\"', '"\\\\', "\\\\\\\"", "\u20ac\n\0", "[1,2,"])
