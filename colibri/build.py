@@ -117,7 +117,7 @@ def check_defines(checkpoint=None):
         if not NUMBER.fullmatch(value) or int(value) < least:  # C takes 32+1 apart where it multiplies, and 064 as 52
             raise ColibriError(f"DEFINES: {option}, expected a number of {least} to 99999999, in digits without a 0 "
                                "before them; correct it")
-        if shape and checkpoint and value != str(checkpoint.header[field]):
+        if shape and checkpoint is not None and value != str(checkpoint.header[field]):
             raise ColibriError(f"DEFINES: {option}, expected {checkpoint.header[field]} as in {checkpoint.path}; the "
                                "model decides, leave it out")
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
+PYTHON = f"PYTHON={shlex.quote(sys.executable)}"  # for make
 HAS_GPU = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 

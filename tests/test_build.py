@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, program
+from conftest import PYTHON, ROOT, program
 from synthetic import DENSE, STACK, write_model
 
 from colibri import build, native, places
@@ -19,7 +19,7 @@ from colibri.errors import ColibriError
 
 def make_prints(*arguments):
     """What make would build, without building it."""
-    printed = subprocess.run(["make", "-n", "-B", *arguments, f"PYTHON={sys.executable}"], cwd=ROOT,
+    printed = subprocess.run(["make", "-n", "-B", *arguments, PYTHON], cwd=ROOT,
                              capture_output=True, text=True, check=True).stdout
     return re.search(r"build/\S+/libcolibri\.so", printed)[0]
 
@@ -59,7 +59,7 @@ def test_a_model_in_the_environment_is_not_makes(tmp_path, monkeypatch):
 
 
 def test_make_stops_at_a_model_that_it_cannot_read():
-    made = subprocess.run(["make", "MODEL=none.bin", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
+    made = subprocess.run(["make", "MODEL=none.bin", PYTHON], cwd=ROOT, capture_output=True,
                           text=True, check=False)
     assert made.returncode == 2 and "none.bin: not found" in made.stderr and "gcc" not in made.stdout
 

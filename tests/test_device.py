@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import DATA, ROOT, program
-from synthetic import write_model
+from synthetic import STACK, write_model
 
 from colibri import build, device, doctor, engine, gpu, headers, launch, native
 from colibri.checkpoint import Checkpoint
@@ -527,8 +527,8 @@ def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
     lines = program("colibri.run", "--doctor", cwd=tmp_path).stdout.decode().splitlines()
     assert all(len(line) <= 80 or "/libcolibri.so" in line for line in lines) and lines[-1].startswith("to build")
     text = re.sub(r"\n +", " ", "\n".join(lines))
-    ready, broken = r"^ready.bin +ok: \S+/libcolibri.so, by make$", r"^broken.bin +version=1"
-    new = (r"^a-model-with-a-long-name.bin +\S+/libcolibri.so: not built; colibri.run builds it when it is needed, as "
+    ready, broken = r"^ready.bin +ok: .+/libcolibri.so, by make$", r"^broken.bin +version=1"
+    new = (r"^a-model-with-a-long-name.bin +.+/libcolibri.so: not built; colibri.run builds it when it is needed, as "
            r"make MODEL=a-model-with-a-long-name.bin does$")
     assert all(re.search(line, text, re.MULTILINE) for line in (ready, broken, new))
     others = {*(ROOT / "build").glob("*/libcolibri.so")} - {Path(build.library_path(Checkpoint(moe_32)))}
@@ -548,6 +548,19 @@ def test_doctor_of_one_model(tmp_path, moe_32, named_first):
     assert "other.bin" not in text
     run = program("colibri.run", *options, cwd=tmp_path, environment={"COLIBRI_LIBRARY": library})
     assert f"ok: COLIBRI_LIBRARY={library} to build" in " ".join(run.stdout.decode().split())
+
+
+def test_doctor_ends_with_what_is_needed(tmp_path, moe_32):
+    """A model that cannot be read is, unless there is another; so is a library that suits the model."""
+    (tmp_path / "broken.bin").write_bytes(b"COLI" + bytes(1000))
+    run = program("colibri.run", "--doctor", cwd=tmp_path)
+    assert run.returncode == 2 and b"\nbroken.bin       needed: version=0, " in run.stdout
+    shutil.copy(moe_32, tmp_path / "whole.bin")
+    run = program("colibri.run", "--doctor", cwd=tmp_path)
+    assert run.returncode == 0 and b"needed" not in run.stdout
+    other = build.library_path(Checkpoint(write_model(tmp_path / "other.bin", STACK)))
+    run = program("colibri.run", "--doctor", "--model", "whole.bin", cwd=tmp_path, environment={"COLIBRI_LIBRARY": other})
+    assert run.returncode == 2 and run.stdout.count(b"needed: ") == 1 and b"whole.bin        needed: " in run.stdout
 
 
 @pytest.mark.parametrize("options, line", [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import text_models
 import tokenizers
-from conftest import ROOT, program
+from conftest import PYTHON, ROOT, program
 from synthetic import STACK, seal, write_model
 
 from colibri import build, headers
@@ -357,7 +357,7 @@ def test_a_limit_of_the_build_says_so():
                                   ("$(shell)", form), ("$$HOME", form), ("-DMAX_BATCH=`id`", form),
                                   ("-DMAX_SEQ_LEN=100", "expected MAX_SEQ_LEN once; leave one of them out"),
                                   *((f"-DMAX_BATCH={value}", number) for value in (*NO_NUMBERS, 0))))):
-        made = subprocess.run(["make", *arguments, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
+        made = subprocess.run(["make", *arguments, PYTHON], cwd=ROOT, capture_output=True,
                               text=True, check=False)
         assert made.returncode == 2 and line in made.stderr, arguments
         assert made.stderr.count("\n") == 1 or "HIDDEN" in line
@@ -415,8 +415,7 @@ def test_model_with_a_space_in_its_name(place):
     model = write_model(place / "o' model.bin", ffn=2000 + os.getpid() % 1000)
     text = " ".join(program("colibri.run", "--doctor", "--model", "o' model.bin", cwd=place).stdout.decode().split())
     assert """ make MODEL='o'"'"' model.bin'""" in text
-    options = "PYTHON=" + sys.executable
-    made = subprocess.run(["make", "-nB", f"MODEL={model}", options], cwd=ROOT, capture_output=True, text=True, check=False)
+    made = subprocess.run(["make", "-nB", f"MODEL={model}", PYTHON], cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0 and f"-DFFN={2000 + os.getpid() % 1000} " in made.stdout
 
 
