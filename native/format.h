@@ -215,7 +215,8 @@ typedef struct BinTensor {
 
 /* What every model keeps to, in the header's fields. R(field, condition, words): the condition is true, else an error
  * reads field=got, expected words, with the value of each {name}. config.h asserts the list of what is baked in, Python
- * evaluates it for files and configs: && and || go from left to right, so that none divides by zero. */
+ * evaluates it for files and configs: && and || go from left to right, so that none divides by zero. nvcc refuses even
+ * a division by zero that is not reached, as by a bare stack's num_kv_heads. */
 #define MODEL_RULES(R) \
     R(num_experts, num_experts >= 1 && num_experts <= MAX_EXPERTS, "1 to {MAX_EXPERTS}") \
     R(k, k >= 1 && k <= MAX_K && k <= num_experts, "1 to {MAX_K}, and at most num_experts={num_experts}") \
@@ -229,7 +230,7 @@ typedef struct BinTensor {
       "0 for a bare stack of MoE layers (num_heads=0) and at least 1 otherwise") \
     R(num_kv_heads, num_heads > 0 || num_kv_heads == 0, "0 for num_heads=0") \
     R(head_dim, num_heads > 0 || head_dim == 0, "0 for num_heads=0") \
-    R(num_kv_heads, num_heads == 0 || (num_kv_heads >= 1 && num_heads % num_kv_heads == 0), \
+    R(num_kv_heads, num_heads == 0 || (num_kv_heads >= 1 && num_heads % (num_kv_heads + (num_kv_heads == 0)) == 0), \
       "a divisor of num_heads={num_heads}") \
     R(head_dim, num_heads == 0 || (head_dim >= 2 && head_dim <= MAX_HEAD_DIM && head_dim % 2 == 0), \
       "an even number from 2 to {MAX_HEAD_DIM}") \
