@@ -35,7 +35,7 @@ constexpr unsigned ACTIVE = 1 << 23; /* one expert, counted in the same word as 
 static_assert(MAX_TOKENS * EXPERTS_PER_TOKEN < ACTIVE, "too many assignments to count beside the experts");
 
 /* From the experts' totals, by one warp: where each one's assignments start, and the list of those that have any. */
-__device__ void list_experts(const State &s, Lists &lists, const int32_t *place) {
+__device__ void list_experts(const State &s, Lists &lists, bool counted) {
     int lane = threadIdx.x % 32, total[PER_LANE];
     unsigned own = 0;
 #pragma unroll
@@ -53,13 +53,12 @@ __device__ void list_experts(const State &s, Lists &lists, const int32_t *place)
         lists.starts[e] = start;
         s.expert_offsets[e] = start;
         if (total[j] > 0) s.active_experts[num_active++] = e;
-        if (total[j] > 0 && place && place[e] < 0) atomicMax(&lists.absent, NUM_EXPERTS - e);
         start += total[j];
     }
     if (lane == 31) {
         s.expert_offsets[NUM_EXPERTS] = up_to % ACTIVE;
         *s.num_active = up_to / ACTIVE;
-        if (place) atomicAdd((unsigned long long *)s.experts_read, up_to / ACTIVE);
+        if (counted) atomicAdd((unsigned long long *)s.experts_read, up_to / ACTIVE);
     }
 }
 
@@ -74,10 +73,16 @@ __device__ void end_round(Lists &lists) {
     __syncthreads();
 }
 
+static_assert(NUM_EXPERTS <= WARPS * 32, "a thread has one expert's place");
+
+/* The place of the thread's expert, asked for before the previous kernel's end: no kernel writes places. */
+__device__ int own_place(const Routing &r) { return r.place && threadIdx.x < NUM_EXPERTS ? r.place[threadIdx.x] : 0; }
+
 /* Sorts `count` assignments by expert, then by token; `ids` are their experts where a block's shared memory has them
- * all. By one block, whose lists are clear; an assignment's place is its expert's start plus those before it, which
- * the takers' bits tell, a round of a thread each at a time. (The atomics are on integers: order is no matter.) */
-__device__ void dispatch(const Routing &r, Lists &lists, const int *ids, int count) {
+ * all; `place` is own_place(). By one block, whose lists are clear. An assignment stands at its expert's start plus
+ * those before it, which the takers' bits tell, a round of a thread each at a time. (The atomics are on integers: order
+ * is no matter.) */
+__device__ void dispatch(const Routing &r, Lists &lists, int place, const int *ids, int count) {
     const State &s = r.state;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto expert_of = [&](int i) { return ids ? ids[i] : __ldcg(&s.expert_ids[i]); };
@@ -90,13 +95,14 @@ __device__ void dispatch(const Routing &r, Lists &lists, const int *ids, int cou
         }
         __syncthreads();
         if (first == 0) {
+            if (place < 0 && lists.totals[threadIdx.x] > 0) atomicMax(&lists.absent, NUM_EXPERTS - (int)threadIdx.x);
             if (warp == 0) list_experts(s, lists, r.place);
             __syncthreads();
         }
         if (i < count) {
-            int place = lists.starts[expert] + __popc(lists.takers[warp][expert] & ((1u << lane) - 1));
-            for (int w = 0; w < warp; w++) place += __popc(lists.takers[w][expert]);
-            s.assignments[place] = i;
+            int at = lists.starts[expert] + __popc(lists.takers[warp][expert] & ((1u << lane) - 1));
+            for (int w = 0; w < warp; w++) at += __popc(lists.takers[w][expert]);
+            s.assignments[at] = i;
         }
         if (first + WARPS * 32 >= count) break;
         end_round(lists);

@@ -1,13 +1,13 @@
-/* Causal attention of few tokens over the KV cache. Work is a list of items, each one span of a token for one tile of
- * queries: as many as the step's tokens have, whatever the cache could hold. Blocks share it; the last one to finish a
- * span of a token and tile merges them all. */
+/* Causal attention of few tokens over the KV cache. An item is one span of a token for one tile of queries; there are as
+ * many as the step's tokens have, whatever the cache could hold. The first few spans of each token have a block each,
+ * and then blocks share the others. The last block to finish a span of a token and tile merges them all. */
 #include "attention.cuh"
 
 #if NUM_HEADS
 
 namespace {
 
-constexpr int FEW_SPANS = 8; /* a short context's, each of which has a block */
+constexpr int FEW_SPANS = 8; /* a short context's: so many of each token and tile have a block of their own */
 constexpr int SM_BLOCKS = 6; /* of the kernel at work on an SM at once: so many blocks there are at least */
 
 /* What a block leaves of a span for the last of its token and tile. */
@@ -73,33 +73,47 @@ __device__ __forceinline__ void merge_spans(Partial (&all)[PER_THREAD], const Sp
     }
 }
 
-/* One of a step's spans, and how many there are. */
+/* One of a step's spans, if it is there. */
 struct Span {
-    int token, position, slot, index, total;
+    int token, position, slot, index;
+    bool is_there;
 };
 
-/* The span number `wanted` of the step, token by token, if there is one. By whole warps, each for itself. */
-__device__ Span find_span(const Batch *batch, int window, int wanted, int num_rows) {
-    if (num_rows == 1) {
-        int position = batch->positions[0];
-        return {0, position, batch->slots[0], wanted, Reach(position, window).num_spans};
+/* The span number `wanted` of the step: first the `few` that each token may have, then the longer tokens' others, token
+ * by token. By whole warps, each for itself. */
+__device__ Span find_span(const Batch *batch, int window, int wanted, int num_rows, int few) {
+    if (wanted < num_rows * few) {
+        int token = wanted % num_rows, index = wanted / num_rows;
+        int position = batch->positions[token], slot = batch->slots[token];
+        bool is_there = token < batch->num_tokens && index < Reach(position, window).num_spans;
+        return {token, position, slot, index, is_there};
     }
     Span found = {};
+    int total = num_rows * few;
 #pragma unroll 1
-    for (int first = 0; first < num_rows; first += 32) {
+    for (int first = 0; first < num_rows && !found.is_there; first += 32) {
         int lane = threadIdx.x % 32, token = min(first + lane, num_rows - 1);
         int position = batch->positions[token], slot = batch->slots[token];
-        int own = first + lane < batch->num_tokens ? Reach(position, window).num_spans : 0;
-        int up_to = found.total + warp_sum_up_to(own);
+        int own = first + lane < batch->num_tokens ? max(Reach(position, window).num_spans - few, 0) : 0;
+        int up_to = total + warp_sum_up_to(own);
         unsigned beyond = __ballot_sync(~0u, up_to > wanted);
-        if (beyond && found.total <= wanted) {
+        if (beyond) {
             int owner = __ffs(beyond) - 1;
             found = {first + owner, __shfl_sync(~0u, position, owner), __shfl_sync(~0u, slot, owner),
-                     wanted - __shfl_sync(~0u, up_to - own, owner), 0};
+                     few + wanted - __shfl_sync(~0u, up_to - own, owner), true};
         }
-        found.total = __shfl_sync(~0u, up_to, 31);
+        total = __shfl_sync(~0u, up_to, 31);
     }
     return found;
+}
+
+/* Whether a token has more than `few` spans. By whole warps, each for itself. */
+__device__ bool has_long_token(const Batch *batch, int window, int num_rows, int few) {
+    int lane = threadIdx.x % 32;
+    bool is_long = false;
+    for (int token = lane; token < min(num_rows, batch->num_tokens); token += 32)
+        is_long |= Reach(batch->positions[token], window).num_spans > few;
+    return __any_sync(~0u, is_long);
 }
 
 /* The span's result goes to those of its token and tile; the last one ends them. */
@@ -122,7 +136,7 @@ __device__ __forceinline__ void finish_span(const Arguments &a, AttentionScratch
 /* WINDOW: the layer has one. */
 template <bool WINDOW>
 __global__ void __launch_bounds__(THREADS)
-attention_kernel(const __grid_constant__ Arguments a, AttentionScratch *scratch, int num_rows) {
+attention_kernel(const __grid_constant__ Arguments a, AttentionScratch *scratch, int num_rows, int few) {
     __shared__ Shared s;
     __shared__ Span at; /* the item's, where it takes no registers */
     pdl_wait();
@@ -130,16 +144,19 @@ attention_kernel(const __grid_constant__ Arguments a, AttentionScratch *scratch,
     int window = WINDOW ? a.cache.window : 0;
 #pragma unroll 1
     for (int item = blockIdx.x;; item += gridDim.x) {
-        Span found = find_span(a.batch, window, item / TILES, num_rows);
-        if (item >= found.total * TILES) return;
-        Reach reach(found.position, window);
-        __syncthreads(); /* the last item's span has been read */
-        if (threadIdx.x == 0) at = found;
-        Seen seen = begin_tile<WINDOW>(s, a, found.token, item % TILES, found.slot, reach);
-        Partial one[PER_THREAD] = {};
-        attend_span<WINDOW>(one, s, seen, reach, found.index, a.scale);
-        finish_span(a, scratch, one, at, item % TILES, Reach(at.position, window).num_spans);
-        if (item + gridDim.x >= at.total * TILES) return;
+        bool is_first = item < num_rows * few * TILES;
+        Span found = find_span(a.batch, window, item / TILES, num_rows, few);
+        if (!found.is_there && !is_first) return;
+        if (found.is_there) {
+            Reach reach(found.position, window);
+            __syncthreads(); /* the last item's span has been read */
+            if (threadIdx.x == 0) at = found;
+            Seen seen = begin_tile<WINDOW>(s, a, found.token, item % TILES, found.slot, reach);
+            Partial one[PER_THREAD] = {};
+            attend_span<WINDOW>(one, s, seen, reach, found.index, a.scale);
+            finish_span(a, scratch, one, at, item % TILES, Reach(at.position, window).num_spans);
+        }
+        if (is_first && !has_long_token(a.batch, window, num_rows, few)) return;
     }
 }
 
@@ -152,9 +169,10 @@ int cuda_attention(Model *m, int num_tokens, int layer) {
     Arguments arguments = attention_arguments(m, layer);
     int window = arguments.cache.window, tiles = num_tokens * TILES;
     int most_spans = window ? min_of(ceil_div(window, PIECE), MAX_SPANS) : MAX_SPANS; /* of a token */
-    int blocks = min_of(tiles * most_spans, max_of(tiles * FEW_SPANS, SM_BLOCKS * num_multiprocessors()));
+    int few = min_of(most_spans, FEW_SPANS);
+    int blocks = min_of(tiles * most_spans, max_of(tiles * few, SM_BLOCKS * num_multiprocessors()));
     return launch(m, "attention", window ? attention_kernel<true> : attention_kernel<false>, blocks, THREADS, 0,
-                  arguments, (AttentionScratch *)attention_scratch(m), num_tokens);
+                  arguments, (AttentionScratch *)attention_scratch(m), num_tokens, few);
 }
 
 #else

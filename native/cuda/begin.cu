@@ -40,8 +40,8 @@ __global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch
 }
 
 /* ROPE_DYNAMIC's, once for all layers. */
-__global__ void frequencies_kernel(float *out, const float *frequencies, const Batch *batch, uint32_t original_positions,
-                                   float factor) {
+__global__ void frequencies_kernel(float *out, const float *frequencies, const Batch *batch,
+                                   uint32_t original_positions, float factor) {
     pdl_wait();
     pdl_trigger();
     int t = blockIdx.x, pair = blockIdx.y * THREADS + threadIdx.x;

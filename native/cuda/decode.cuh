@@ -40,9 +40,22 @@ struct Shared {
     uint16_t assignments[DECODE_ASSIGNMENTS];
 };
 
+constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
+
+/* The places of the experts whose tiles a lane lists, asked for before the previous kernel's end: no kernel writes
+ * them. */
+struct LanePlaces {
+    int of[PER_LANE];
+
+    __device__ explicit LanePlaces(const Job &job) {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++)
+            of[j] = place_of(job, min((int)threadIdx.x % 32 * PER_LANE + j, NUM_EXPERTS - 1));
+    }
+};
+
 /* The routing as a list of tiles, and the assignments, in shared memory. Ends with a barrier. */
-template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job) {
-    constexpr int PER_LANE = (NUM_EXPERTS + 31) / 32;
+template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job, const LanePlaces &places) {
     for (int i = threadIdx.x; i < DECODE_ASSIGNMENTS; i += THREADS) s.assignments[i] = job.assignments[i];
     if (threadIdx.x < 32) {
         int lane = threadIdx.x, offset[PER_LANE + 1], own = 0;
@@ -55,7 +68,7 @@ template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job)
 #pragma unroll
         for (int j = 0; j < PER_LANE; j++)
             for (int first = offset[j]; first < offset[j + 1]; first += TILE_TOKENS)
-                *next++ = {(int16_t)place_of(job, lane * PER_LANE + j), (int16_t)min(offset[j + 1] - first, TILE_TOKENS), first};
+                *next++ = {(int16_t)places.of[j], (int16_t)min(offset[j + 1] - first, TILE_TOKENS), first};
         if (lane == 31) s.num_tiles = up_to;
     }
     __syncthreads();
@@ -357,6 +370,13 @@ __device__ void leave(const Job &job) {
     }
 }
 
+/* Waits for the previous kernel where that tells what there is to do. */
+template <class P> __device__ __forceinline__ void wait_for_routing() {
+    if (P::KNOWN_BEFORE) return;
+    pdl_wait();
+    pdl_trigger();
+}
+
 /* A block an SM. Where what there is to do was known before the previous kernel began, copies start while that runs. */
 template <class P, int COLUMNS_OF_8>
 __global__ void __launch_bounds__(THREADS, 1)
@@ -368,14 +388,14 @@ decode_kernel(const __grid_constant__ Panels panels, const __grid_constant__ Job
     Ring ring(s.rings[warp % WARPS], s.full[warp % WARPS]);
     if (!finishes) ring.begin(panels);
     if (threadIdx.x < QUEUE) s.queue[threadIdx.x] = UNKNOWN;
-    if (!P::KNOWN_BEFORE) {
-        pdl_wait();
-        pdl_trigger();
-    }
-    if constexpr (P::ALL_TOKENS)
+    if constexpr (P::ALL_TOKENS) {
+        wait_for_routing<P>();
         list_all_tokens<COLUMNS_OF_8 * 8>(s, job);
-    else
-        list_tiles<COLUMNS_OF_8 * 8>(s, job);
+    } else {
+        LanePlaces places(job);
+        wait_for_routing<P>();
+        list_tiles<COLUMNS_OF_8 * 8>(s, job, places);
+    }
     int num_items = s.num_tiles * P::PANELS * P::SPLITS;
     Cursor<P> ahead;
     if (!finishes) {

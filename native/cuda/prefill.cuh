@@ -34,11 +34,12 @@ template <class P> __device__ void find_tile(Shared<P> &s, const Job &job) {
     for (int j = 0; j < PER_LANE && lane < 32; j++) {
         __syncwarp();
         int e = lane + j * 32, begin = e < NUM_EXPERTS ? offsets[e] : 0, end = e < NUM_EXPERTS ? offsets[e + 1] : 0;
+        int place = place_of(job, min(e, NUM_EXPERTS - 1));
         int own = (end - begin + TILE_TOKENS - 1) / TILE_TOKENS, up_to = warp_sum_up_to(own);
-        int place = wanted - (before_all + up_to - own);
-        if (place >= 0 && place < own) {
-            s.expert_place = place_of(job, e);
-            s.first = begin + place * TILE_TOKENS;
+        int index = wanted - (before_all + up_to - own);
+        if (index >= 0 && index < own) {
+            s.expert_place = place;
+            s.first = begin + index * TILE_TOKENS;
             s.count = min(end - s.first, TILE_TOKENS);
         }
         before_all += __shfl_sync(~0u, up_to, 31);

@@ -39,6 +39,7 @@ router_kernel(const __grid_constant__ Routing r, Scratch *scratch, int num_rows)
     __shared__ Lists lists;
     __shared__ int ids[CLUSTER_BLOCKS * WARPS * EXPERTS_PER_TOKEN];
     bool is_cluster = gridDim.x <= CLUSTER_BLOCKS;
+    int place = own_place(r);
     clear(lists);
     cluster_arrive();
     pdl_wait();
@@ -56,7 +57,7 @@ router_kernel(const __grid_constant__ Routing r, Scratch *scratch, int num_rows)
     if (is_token) store_choice(r.state, token, choice);
     if (is_cluster) cluster_wait();
     if (is_cluster ? blockIdx.x != 0 : !is_last_block(scratch, lists)) return;
-    dispatch(r, lists, is_cluster ? ids : nullptr, num_tokens * EXPERTS_PER_TOKEN);
+    dispatch(r, lists, place, is_cluster ? ids : nullptr, num_tokens * EXPERTS_PER_TOKEN);
     if (threadIdx.x == 0) report_fault(r, lists);
 }
 
@@ -76,6 +77,7 @@ small_router_kernel(const __grid_constant__ Routing r, Scratch *scratch, const f
     __shared__ float partials[LOGIT_SLICES][TOKENS][NUM_EXPERTS]; /* the first block's */
     __shared__ Lists lists;
     __shared__ int ids[TOKENS * EXPERTS_PER_TOKEN];
+    int place = own_place(r);
     clear(lists);
     cluster_arrive();
     int warp = threadIdx.x / 32, part = warp % LOGIT_WARPS, slice = blockIdx.x / SHARES;
@@ -110,7 +112,7 @@ small_router_kernel(const __grid_constant__ Routing r, Scratch *scratch, const f
         store_choice(r.state, warp, choice);
     }
     __syncthreads();
-    dispatch(r, lists, ids, num_tokens * EXPERTS_PER_TOKEN);
+    dispatch(r, lists, place, ids, num_tokens * EXPERTS_PER_TOKEN);
     if (threadIdx.x == 0) report_fault(r, lists);
 }
 
