@@ -24,7 +24,8 @@ __device__ void clear(Lists &lists) {
 /* Makes a fault known to the host, unless an earlier layer's is. By one thread. */
 __device__ void report_fault(const Routing &r, const Lists &lists) {
     volatile Batch *batch = r.host_batch;
-    if (batch->fault != 0 || (!lists.fault && !lists.absent)) return;
+    if (!lists.fault && !lists.absent) return; /* before a look over the bus */
+    if (batch->fault != 0) return;
     batch->fault_layer = r.layer;
     batch->fault_token = lists.fault ? MAX_TOKENS - lists.fault : NUM_EXPERTS - lists.absent;
     __threadfence_system();

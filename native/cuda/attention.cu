@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int FEW_SPANS = 8; /* a short context's: so many of each token and tile have a block of their own */
+constexpr bool SMALL_HEADS = LONGEST <= 64; /* which leave registers for more blocks on an SM */
 constexpr int SM_BLOCKS = 6; /* of the kernel at work on an SM at once: so many blocks there are at least */
 
 /* What a block leaves of a span for the last of its token and tile. */
@@ -135,7 +136,7 @@ __device__ __forceinline__ void finish_span(const Arguments &a, AttentionScratch
 
 /* WINDOW: the layer has one. */
 template <bool WINDOW>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, SMALL_HEADS ? 8 : SM_BLOCKS)
 attention_kernel(const __grid_constant__ Arguments a, AttentionScratch *scratch, int num_rows, int few) {
     __shared__ Shared s;
     __shared__ Span at; /* the item's, where it takes no registers */
