@@ -7,7 +7,7 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.quantized import MXFP4, SCALED_FP8
+from converter.tensor import MXFP4, SCALED_FP8
 
 PANEL_ROWS = headers.default().constants["PANEL_ROWS"]
 GATE_GROUP = headers.default().constants["GATE_GROUP"]

@@ -3,43 +3,12 @@
 import numpy as np
 
 from colibri.errors import ColibriError
+from converter.tensor import MXFP4, SCALED_FP8, Decoded
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FP4 = np.concatenate([FP4, -FP4])
 MXFP4_GROUP = 32  # columns of one scale, a power of two
 SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-SCALED_FP8, MXFP4 = "scaled fp8", "mxfp4"  # the dtype of a matrix with its scales
-
-
-class Decoded:
-    """A Tensor whose rows are decoded on demand to float64, which holds each product of a value and its scale exactly.
-
-    It is [experts, rows, columns] or [rows, columns], or one row of these.
-    """
-
-    def __init__(self, source, dtype, shape, decode, first=0, step=1):
-        """source: the Tensor that names it. decode: row numbers, counted over all experts -> float64 rows."""
-        self.source, self.dtype, self.shape, self.decode = source, dtype, shape, decode
-        self.first, self.step = first, step
-        self.name, self.storage, self.numpy_dtype = source.name, source.storage, source.numpy_dtype
-
-    def rows(self, start, stop):
-        with np.errstate(invalid="ignore"):  # 0 times inf is NaN, which is refused when it is written
-            if len(self.shape) == 1:
-                return self.decode(np.array([self.first]))[0, start:stop]
-            return self.decode(self.first + self.step * np.arange(start, stop))
-
-    def drop(self, num_bytes):
-        self.source.drop(num_bytes)
-
-    def take(self, start, count, step):
-        return self._part((count, self.shape[1]), start, step)
-
-    def index(self, i):
-        return self._part(self.shape[1:], i * (self.shape[1] if len(self.shape) == 3 else 1), 1)
-
-    def _part(self, shape, start, step):
-        return Decoded(self.source, self.dtype, shape, self.decode, self.first + self.step * start, self.step * step)
 
 
 def decoded(tensors, block, where):

@@ -9,7 +9,7 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from converter.mapped import map_file
-from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor
+from converter.tensor import NUMPY_DTYPES, Storage, Tensor
 from converter.values import once
 
 # A tensor that is not where an index says. file: the shard that is not there, or None. error: a ColibriError.

@@ -10,8 +10,8 @@ from colibri.errors import ColibriError
 from colibri.headers import evaluate
 from converter import config, interleave, names, rope, views
 from converter.names import L
-from converter.pt_reader import Storage, Tensor
 from converter.quantized import decoded
+from converter.tensor import Storage, Tensor
 
 # What wrappers of modules put into names: DataParallel, compile, FSDP, activation checkpoints, Lightning's strategies.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",

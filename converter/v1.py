@@ -12,7 +12,7 @@ import numpy as np
 from colibri.errors import ColibriError, writing_stdout
 from converter import bin_writer, interleave, sources
 from converter.mapped import map_file
-from converter.pt_reader import Storage, Tensor
+from converter.tensor import Storage, Tensor
 
 HEADER = struct.Struct("<4s3I")
 NAME = "transformer.h.0.mlp."

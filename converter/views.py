@@ -4,8 +4,7 @@ A view takes (tensor, header fields, expert) and gives the Tensors to stack, in 
 """
 
 from colibri.errors import ColibriError
-from converter.pt_reader import Tensor
-from converter.quantized import Decoded
+from converter.tensor import Decoded, Tensor
 
 
 def whole(t, h, e):

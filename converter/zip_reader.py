@@ -1,14 +1,19 @@
-"""The zip container of torch.save: a strict reader of its directory over mapped bytes.
+"""The zip container of torch.save: a strict reader of its directory and records over mapped bytes.
 
 Stricter than zipfile where leniency could give wrong numbers: one record a name, no encryption, stored or deflated,
 local headers that agree with the directory, records inside the file that do not overlap, sizes taken from one place.
 """
 
 import itertools
+import mmap
 import struct
+import tempfile
+import zlib
 from collections import namedtuple
 
 from colibri.errors import ColibriError
+from converter.mapped import check_size
+from converter.tensor import CRC_BYTES, Storage
 
 STORED, DEFLATED = 0, 8
 END = struct.Struct("<4s4H2IH")
@@ -116,6 +121,59 @@ def _local_header(data, path, record, offset):
         raise ColibriError(f"{path}: corrupt zip: record {shown(record.name)} differs between directory and local "
                            f"header; {AGAIN}")
     return offset + LOCAL.size + name_bytes + extra_bytes
+
+
+class DeflatedStorage(Storage):
+    """A compressed record: inflated on first use into an unnamed file, so that it costs no anonymous memory."""
+
+    def __init__(self, where, mapping, record, crc32):
+        super().__init__(where, None, 0, record.bytes, crc32)
+        self.source, self.record = mapping, record
+
+    def bytes_at(self, start, stop):
+        if self.mapping is None:
+            self.mapping = self._inflate()
+        return super().bytes_at(start, stop)
+
+    def check(self, stop=None):
+        if self.mapping is None and self.bytes:
+            self.mapping = self._inflate()
+        super().check(stop)
+
+    def _inflate(self):
+        try:
+            with tempfile.TemporaryFile() as file:
+                for piece in inflate(self.source, self.record, self.where):
+                    file.write(piece)
+                file.flush()
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ColibriError(f"{tempfile.tempdir or 'TMPDIR'}: {error.strerror}, expected room for {self.bytes} "
+                               f"bytes inflated from {self.where}; set TMPDIR to a directory with space") from None
+
+
+def inflate(data, record, where):
+    """Yields a deflated record's bytes in pieces, never more than the directory states."""
+    engine, left = zlib.decompressobj(-15), record.bytes
+    try:
+        for start in range(record.offset, record.offset + record.stored_bytes, 1 << 20):
+            check_size(data, where)
+            piece = data[start:min(start + (1 << 20), record.offset + record.stored_bytes)]
+            inflated, limit = b"", 0
+            while piece or len(inflated) == limit:  # a full answer: the engine may hold more
+                limit = min(CRC_BYTES, left + 1)
+                inflated = engine.decompress(piece, limit)
+                left -= len(inflated)
+                if left < 0:
+                    raise ColibriError(f"{where}: inflates to more than {record.bytes} bytes, expected that many; "
+                                       "download or save the checkpoint again")
+                yield inflated
+                piece = engine.unconsumed_tail
+    except zlib.error:
+        raise ColibriError(f"{where}: corrupt deflated data; download or save the checkpoint again") from None
+    if left or not engine.eof:
+        raise ColibriError(f"{where}: inflates to {record.bytes - left} bytes, expected {record.bytes}; "
+                           "download or save the checkpoint again")
 
 
 def shown(name):
