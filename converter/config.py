@@ -8,7 +8,7 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.rope import rope, yarn_mscale
+from converter.rope import rope
 from converter.values import Values, once
 
 CODES = headers.default().constants
@@ -77,34 +77,6 @@ def activation(c):
     return ACTIVATIONS[name]
 
 
-def window(c, size, layers=None):
-    """The sliding window, on all layers, or on those that layer_types calls so."""
-    types = c.get("layer_types", list)
-    if types is None:
-        types = layers or ["sliding_attention"] * num_layers(c)
-    if len(types) != num_layers(c) or not {*map(str, types)} <= {"sliding_attention", "full_attention"}:
-        raise c.bad("layer_types", types, "sliding_attention or full_attention for each layer")
-    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
-    if sliding and not size:
-        raise c.bad("sliding_window", size, "at least 1 with sliding_attention layers")
-    return {"window": size, "window_layers": sliding} if sliding else {}
-
-
-def first_dense(c, default):
-    return [*range(min(c.get("first_k_dense_replace", default=default), num_layers(c)))]
-
-
-def dense_layers(c):
-    """Qwen's choice of dense layers."""
-    step, listed = c.get("decoder_sparse_step", default=1), c.get("mlp_only_layers", list, [])
-    return [i for i in range(num_layers(c)) if i in listed or not step or (i + 1) % step]
-
-
-def bias(c, key="attention_bias", default=False):
-    flag = c.flag(key, default)
-    return {"qkv_bias": flag, "attention_out_bias": flag}
-
-
 def quantization(c):
     """Rows and columns of one fp8 scale; a quantization that cannot be decoded is refused."""
     c.accept("quantization_config.quant_method", ["fp8", "mxfp4"])
@@ -113,137 +85,6 @@ def quantization(c):
     if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise c.bad("quantization_config.weight_block_size", block, "two sizes")
     return block
-
-
-def mixtral(c):
-    size = c.get("sliding_window")
-    return basics(c, ffn=c.need("intermediate_size"), renormalize=1, rope_theta=1e6,
-                  **(window(c, size) if size else {}))
-
-
-def olmoe(c):
-    return basics(c, ffn=c.need("intermediate_size"), renormalize=c.flag("norm_topk_prob"), qk_norm=QK_NORM_ALL,
-                  clip_qkv=c.get("clip_qkv", float, 0.0), **bias(c))
-
-
-def qwen2_moe(c):
-    alternate = ["sliding_attention" if i % 2 == 0 and i < c.get("max_window_layers", default=28) else "full_attention"
-                 for i in range(num_layers(c))]
-    sliding = window(c, c.get("sliding_window", default=4096), alternate) if c.flag("use_sliding_window") else {}
-    return basics(c, ffn=c.need("moe_intermediate_size"), renormalize=c.flag("norm_topk_prob"),
-                  qkv_bias=c.flag("qkv_bias", True), dense_layers=dense_layers(c),
-                  dense_ffn=c.need("intermediate_size"), shared_gate=1,
-                  shared_ffn=c.need("shared_expert_intermediate_size"), **sliding)
-
-
-def qwen3_moe(c):
-    sliding = window(c, c.get("sliding_window", default=4096)) if c.flag("use_sliding_window") else {}
-    return basics(c, ffn=c.need("moe_intermediate_size"), renormalize=c.flag("norm_topk_prob"), qk_norm=QK_NORM_HEAD,
-                  dense_ffn=c.need("intermediate_size"), dense_layers=dense_layers(c), **bias(c), **sliding)
-
-
-def granitemoe(c):
-    return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_TOPK_SOFTMAX, **bias(c),
-                  attention_scale=c.get("attention_multiplier", float, 1.0),
-                  embedding_multiplier=c.get("embedding_multiplier", float, 1.0),
-                  residual_multiplier=c.get("residual_multiplier", float, 1.0),
-                  logits_multiplier=1 / c.get("logits_scaling", float, 1.0))
-
-
-def phimoe(c):
-    size = c.get("sliding_window")
-    return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_SPARSEMIXER, norm_kind=NORM_LAYER, norm_bias=1,
-                  router_jitter=c.get("router_jitter_noise", float, 0.01), lm_head_bias=c.flag("lm_head_bias"),
-                  rope_theta=1e6, rope_mscales=True, **bias(c), **(window(c, size) if size else {}))
-
-
-def gpt_oss(c):
-    if not c.get("rope_scaling|rope_parameters", dict):
-        c = Values({**c.values, "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False,
-                                                    "original_max_position_embeddings": 4096}}, c.where)
-    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
-    return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_TOPK_SOFTMAX, router_logit_bias=1,
-                  expert_bias=1, activation=ACTIVATION_CLAMPED, swiglu_alpha=c.get("swiglu_alpha", float, 1.702),
-                  swiglu_limit=c.get("swiglu_limit", float, 7.0), sinks=1, rope_theta=150000.0,
-                  **bias(c, default=True), **window(c, c.get("sliding_window", default=128), alternate))
-
-
-def deepseek(c, num_groups=1, topk_groups=1, routed_scaling=1.0, **fields):
-    """num_groups, topk_groups, routed_scaling: where the config does not tell."""
-    rotated, v_dim = c.need("qk_rope_head_dim"), c.need("v_head_dim")
-    dim = c.need("qk_nope_head_dim") + rotated
-    scaling = Values(c.get("rope_scaling|rope_parameters", dict, {}), c.where)
-    scaled = scaling.get("rope_type|type", str, "default") != "default"
-    mscale = scaling.get("mscale_all_dim", float, 0.0) if scaled else 0.0
-    scale = dim ** -0.5 * (yarn_mscale(scaling.need("factor", float), mscale) ** 2 if mscale else 1)
-    heads, ffn = c.need("num_attention_heads"), c.need("moe_intermediate_size")
-    if c.get("num_key_value_heads", default=heads) != heads:
-        raise c.bad("num_key_value_heads", c.get("num_key_value_heads"), f"num_attention_heads={heads}")
-    return basics(c, head_dim=dim, v_head_dim=v_dim, num_kv_heads=heads, rope_dim=rotated, attention_scale=scale,
-                  ffn=ffn, attention_kind=ATTENTION_LATENT, q_lora_rank=c.get("q_lora_rank", default=0),
-                  kv_lora_rank=c.need("kv_lora_rank"), num_groups=c.get("n_group", default=num_groups),
-                  topk_groups=c.get("topk_group", default=topk_groups),
-                  routed_scaling=c.get("routed_scaling_factor", float, routed_scaling),
-                  dense_ffn=c.need("intermediate_size"), shared_ffn=ffn * c.get("n_shared_experts", default=0),
-                  dense_layers=first_dense(c, 0), **fields)
-
-
-def deepseek_v2(c):
-    limited = c.get("topk_method", str, "greedy") == "group_limited_greedy"
-    groups = {} if limited else {"num_groups": 1, "topk_groups": 1}
-    return {**deepseek(c, rope_interleaved=1), **groups}
-
-
-def deepseek_v3(c):
-    return deepseek(c, num_groups=8, topk_groups=4, routed_scaling=2.5, router_kind=ROUTER_SIGMOID, router_bias=1,
-                    renormalize=c.flag("norm_topk_prob", True),
-                    renormalize_min=1e-20, rope_interleaved=c.flag("rope_interleave", True))
-
-
-def glm4_moe(c):
-    ffn = c.need("moe_intermediate_size")
-    return basics(c, ffn=ffn, router_kind=ROUTER_SIGMOID, router_bias=1, renormalize=c.flag("norm_topk_prob", True),
-                  renormalize_min=1e-20, num_groups=c.get("n_group", default=1),
-                  topk_groups=c.get("topk_group", default=1), routed_scaling=c.get("routed_scaling_factor", float, 1.0),
-                  qkv_bias=c.flag("attention_bias"),
-                  qk_norm=QK_NORM_HEAD * c.flag("use_qk_norm"), rope_partial=0.5, dense_ffn=c.need("intermediate_size"),
-                  dense_layers=first_dense(c, 1),
-                  shared_ffn=ffn * c.get("n_shared_experts", default=1))
-
-
-def ernie4_5_moe(c):
-    layers, ffn = num_layers(c), c.need("moe_intermediate_size")
-    first, step = c.get("moe_layer_start_index", default=1), c.get("moe_layer_interval", default=1)
-    last = c.values.get("moe_layer_end_index", -1)
-    last = layers - 1 if last == -1 else c.need("moe_layer_end_index")
-    return basics(c, ffn=ffn, router_bias=1, renormalize=1, renormalize_min=c.get("moe_norm_min", float, 1e-12),
-                  tied_embeddings=c.flag("tie_word_embeddings", True), rope_theta=500000.0, rope_interleaved=1,
-                  dense_ffn=c.need("intermediate_size"), shared_ffn=ffn * c.get("moe_num_shared_experts", default=2),
-                  dense_layers=[i for i in range(layers) if (i + 1) % step or not first <= i <= last])
-
-
-def minimax_m2(c):
-    partial = c.get("rotary_dim") / c.need("head_dim") if c.get("rotary_dim") else 1.0
-    return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_SIGMOID, router_bias=1, renormalize=1,
-                  qk_norm=QK_NORM_ALL, rope_theta=5e6, rope_partial=partial)
-
-
-def dbrx(c):
-    theta = c.get("rope_parameters.rope_theta|rope_theta|attn_config.rope_theta", float, 10000.0)
-    return basics(c, num_kv_heads=c.need("attn_config.kv_n_heads"), clip_qkv=c.get("attn_config.clip_qkv", float, 0.0),
-                  ffn=c.need("ffn_config.ffn_hidden_size"), num_experts=c.need("ffn_config.moe_num_experts"),
-                  k=c.need("ffn_config.moe_top_k"), norm_kind=NORM_LAYER, norm_eps=1e-5, rope_theta=theta,
-                  renormalize=int("moe_normalize_expert_weights" not in c.values["ffn_config"]
-                                  or c.values["ffn_config"]["moe_normalize_expert_weights"] is not None))
-
-
-def jetmoe(c):
-    k, kv_heads, dim = c.need("num_experts_per_tok"), c.need("num_key_value_heads"), c.need("kv_channels")
-    c = Values({"num_attention_heads": k * kv_heads, **c.values}, c.where)
-    c.accept("num_attention_heads", [k * kv_heads])
-    return basics(c, head_dim=dim, ffn=c.need("intermediate_size"), router_kind=ROUTER_TOPK_SOFTMAX, norm_eps=1e-6,
-                  final_norm_eps=c.need("rms_norm_eps", float), attention_kind=ATTENTION_MOA, attention_out_bias=1,
-                  ffn_out_bias=1, tied_embeddings=c.flag("tie_word_embeddings", True))
 
 
 def load(option, checkpoint):

@@ -29,8 +29,11 @@ def has_experts(folder):
 
 
 def read(folder, absent=None):
-    """({name: Tensor} in names.py's deepspeed names, names left out, warnings) of a checkpoint folder, or of one of its
-    global_stepN folders. absent: a list for the files of experts that are not there, which are an error without it."""
+    """Reads a checkpoint folder, or one of its global_stepN folders.
+
+    Returns ({name: Tensor} in the deepspeed names of families.py, names left out, warnings). absent: a list to put the
+    missing files of experts into; without it, the first of them is an error.
+    """
     folder = _step(Path(folder))
     ranks = [int(match[match.lastindex]) for entry in folder.iterdir()
              if (match := MAIN.fullmatch(entry.name) or EXPERT.fullmatch(entry.name))]

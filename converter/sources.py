@@ -8,8 +8,8 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import evaluate
-from converter import config, interleave, names, rope, views
-from converter.names import L
+from converter import config, families, interleave, rope, views
+from converter.families import L
 from converter.quantized import decoded
 from converter.tensor import Storage, Tensor
 
@@ -28,10 +28,10 @@ def header_fields(c):
     rope_interleaved speaks of the checkpoint: its rows come out as halves. ColibriError names a field that Colibri
     cannot honour."""
     name = c.need("model_type", str)
-    if name not in names.FAMILIES:
-        raise ColibriError(f"{c.where}: model_type={name[:80]}, expected one of {', '.join(names.FAMILIES)}; "
+    if name not in families.FAMILIES:
+        raise ColibriError(f"{c.where}: model_type={name[:80]}, expected one of {', '.join(families.FAMILIES)}; "
                            "Colibri has no other")
-    family = names.FAMILIES[name]
+    family = families.FAMILIES[name]
     for key, allowed in family.accepts.items():
         c.accept(key, allowed)
     try:
@@ -69,7 +69,7 @@ def bare_family(tensors, where):
     if not tensors:
         raise ColibriError(f"{where}: 0 tensors, expected those of a model; download or save the checkpoint again")
     candidates = []
-    for family in names.ROWS:
+    for family in families.ROWS:
         templates = {_template(name.removeprefix(family.prefix))[0] for name in tensors}
         present = {key: next((parts for parts in family.tensors[key] if any(part.template in templates
                                                                           for part in parts)), [])
@@ -86,7 +86,7 @@ def bare_family(tensors, where):
     if not candidates:
         raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{more(tensors)}"
                            "), expected the MoE layers of one of "
-                           f"{', '.join(dict.fromkeys(family.name for family in names.ROWS))}")
+                           f"{', '.join(dict.fromkeys(family.name for family in families.ROWS))}")
     best = max(matched for matched, _, _ in candidates)
     same = [(family, fields) for matched, family, fields in candidates if matched == best]
     family, fields = same[0]
@@ -103,7 +103,7 @@ def bare_family(tensors, where):
 
 def doubts(family, c, flags, where):
     """Lines about bare layers: what is taken to be so, though some models of such names have it otherwise."""
-    rows, lines = [names.FAMILIES.get(name) for name in family.name.split("/")], []
+    rows, lines = [families.FAMILIES.get(name) for name in family.name.split("/")], []
     asked = config.missing_flags(c, flags, ["num_groups", "topk_groups", "routed_scaling"])
     if len(asked) == 3 and all(row and row.name in GROUPED for row in rows):
         lines.append(f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if "
