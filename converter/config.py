@@ -1,4 +1,4 @@
-"""A model's header fields from its config.json, or from flags for bare MoE layers; what Colibri lacks is refused."""
+"""Makes a model's header fields from its config.json, or from flags for bare MoE layers. Refuses what Colibri lacks."""
 
 import json
 import os
@@ -19,12 +19,12 @@ QK_NORM_HEAD, QK_NORM_ALL = CODES["QK_NORM_HEAD"], CODES["QK_NORM_ALL"]
 NORM_RMS, NORM_LAYER = CODES["NORM_RMS"], CODES["NORM_LAYER"]
 SILU, ACTIVATION_CLAMPED = CODES["ACTIVATION_SILU"], CODES["ACTIVATION_CLAMPED_SWIGLU"]
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": CODES["ACTIVATION_GELU"], "relu": CODES["ACTIVATION_RELU"]}
-LATENT_EPS = 1e-6  # the latent norms have an epsilon of their own, whatever the config says
+LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says
 MAX_CONFIG_BYTES = 16 << 20
 HEADER = headers.default().structs["BinHeader"]
 MAX_LAYERS = 32 * HEADER["dense_layers"].shape[0]  # bits of a layer mask
 FLOATS = [name for name in HEADER.names if HEADER[name] == np.float32]
-# Header fields that leave a model plain; what is not here is 0 in a bare stack.
+# What header fields are in a plain model. A field that is not here is 0 in a bare stack.
 PLAIN = {"gated": 1, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "residual_multiplier": 1.0,
          "embedding_multiplier": 1.0, "logits_multiplier": 1.0, "rope_attention_factor": 1.0, "dense_layers": [],
          "window_layers": [], "fp8_block": [128, 128], "mtp_layers": 0,
@@ -34,12 +34,15 @@ PLAIN = {"gated": 1, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "
 # Header fields from a config.json
 
 def zeros():
-    """Every field of the header that is a number, and `rope_interleaved`, of the checkpoint's rows, as 0."""
+    """Returns every number of the header as 0, and `rope_interleaved`, which describes the checkpoint's rows."""
     return {**dict.fromkeys(HEADER.names, 0), "rope_interleaved": 0}
 
 
 def basics(c, **fields):
-    """Every header field of the plainest family, GQA with RMS norms, then `fields` in their place."""
+    """Returns every header field of the plainest family, with grouped-query attention and RMS norms.
+
+    fields: values that replace those, or come on top.
+    """
     hidden, num_heads = c.need("hidden_size|d_model"), c.need("num_attention_heads|n_heads")
     if not num_heads:
         raise c.bad("num_attention_heads", num_heads, "at least one")
@@ -63,7 +66,7 @@ def basics(c, **fields):
 
 
 def num_layers(c):
-    """Checked at once: lists as long as this are made of it."""
+    """Returns the number of layers. It is checked here, because lists of this length are made."""
     layers = c.need("num_hidden_layers|n_layers")
     if not 1 <= layers <= MAX_LAYERS:
         raise c.bad("num_hidden_layers", layers, f"1 to {MAX_LAYERS}")
@@ -78,7 +81,7 @@ def activation(c):
 
 
 def quantization(c):
-    """Rows and columns of one fp8 scale; a quantization that cannot be decoded is refused."""
+    """Returns how many rows and columns share one fp8 scale. Refuses a quantization that cannot be decoded."""
     c.accept("quantization_config.quant_method", ["fp8", "mxfp4"])
     c.accept("quantization_config.fmt", ["e4m3", "float8_e4m3fn"])
     block = c.get("quantization_config.weight_block_size", list, [128, 128])
@@ -88,8 +91,11 @@ def quantization(c):
 
 
 def load(option, checkpoint):
-    """A checkpoint's config as Values: --config FILE, else config.json in the folder or NAME.json, then config.json
-    beside the file, else an empty one."""
+    """Reads a checkpoint's config as Values.
+
+    The file is --config FILE. Without that option it is config.json in a folder; beside a file it is NAME.json, or else
+    config.json. Where there is no such file, the Values are empty.
+    """
     checkpoint = Path(checkpoint)
     beside = [checkpoint / "config.json"] if checkpoint.is_dir() else [checkpoint.with_suffix(".json"),
                                                                        checkpoint.parent / "config.json"]
@@ -98,12 +104,12 @@ def load(option, checkpoint):
 
 
 def is_there(path):
-    """Whether there is anything at a path, be it a link to nothing."""
+    """Returns whether something is at a path. A link to nothing counts."""
     return path.exists() or path.is_symlink()
 
 
 def read_json(path):
-    """The JSON object in a small file."""
+    """Reads the JSON object in a small file."""
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe might never end
         raise ColibriError(f"{path}: not a regular file, expected a JSON config; check --config")
     try:
@@ -122,8 +128,8 @@ def read_json(path):
 
 # Bare MoE layers
 
-# Header field -> the names that a config may use for it, its kind, its flag, and what it is where nothing tells; None:
-# it is asked for.
+# Header field -> its names in a config, its kind, its flag, and its default. None: there is no default, so that it must
+# be given.
 ASKED = {"k": ("num_experts_per_tok|k", int, "--k", None),
          "activation": ("hidden_act|activation", str, "--activation", None),
          "renormalize": ("norm_topk_prob|renormalize", bool, "--renormalize or --no-renormalize", None),
@@ -136,9 +142,12 @@ SIZES = {"num_experts": "num_local_experts|num_experts", "hidden": "hidden_size|
 
 
 def bare_fields(family, sizes, c, flags, unknown=None):
-    """The header fields of bare MoE layers: `sizes` from their tensors (a config's go before), routing from the family,
-    a config without model_type, or flags {field: value or None}; a choice that nothing tells is asked for, or put into
-    the list `unknown` by its flag."""
+    """Returns the header fields of bare MoE layers.
+
+    sizes: those that the tensors' shapes give; a config's sizes replace them. flags: {field: value or None}. Routing
+    comes from the family, from a config without model_type, or from flags. unknown: a list that gets the flags of
+    choices which nothing settles; without a list, such a choice is an error.
+    """
     fields, missing = {**zeros(), **PLAIN, **sizes, **family.routing}, []
     for field, keys in SIZES.items():
         fields[field] = c.get(keys, default=fields[field])
@@ -172,12 +181,15 @@ def bare_fields(family, sizes, c, flags, unknown=None):
 
 
 def missing_flags(c, flags, fields):
-    """The flags of those fields of ASKED that neither a config nor a flag tells."""
+    """Returns the flags of those fields of ASKED that neither a config nor a flag settles."""
     return [ASKED[field][2] for field in fields if flags.get(field) is None and c.get(*ASKED[field][:2]) is None]
 
 
 def _means_nothing(field, value, fields):
-    """Whether a choice is the family's own: a softmax over the chosen adds up to 1, a clamped SwiGLU is a SwiGLU."""
+    """Returns whether a choice changes nothing in this family.
+
+    Weights of a softmax over the chosen experts sum to 1 already. A clamped SwiGLU has SiLU in it.
+    """
     return (field == "renormalize" and value and fields["router_kind"] == ROUTER_TOPK_SOFTMAX
             or field == "activation" and value == SILU and fields["activation"] == ACTIVATION_CLAMPED)
 
@@ -189,7 +201,7 @@ def _activation_code(name, where):
 
 
 def check_flags(fields, c, flags):
-    """Flags may repeat what a config says, and nothing else."""
+    """Checks that flags only repeat what a config says."""
     for field, (_, _, flag, _) in ASKED.items():
         given = flags.get(field)
         value = _activation_code(given, flag) if field == "activation" and given is not None else given
@@ -199,13 +211,13 @@ def check_flags(fields, c, flags):
 
 
 def check_own_names(fields, c):
-    """A config with a model_type may repeat what it means in the names of bare MoE layers, and nothing else."""
+    """Checks that a config with a model_type means the same where it uses the names for bare MoE layers, too."""
     for field in ("k", "hidden", "ffn", "num_layers", "renormalize"):
         c.accept(field, [fields[field]])
 
 
 def _held(value):
-    """Whether float32 rounds a number to a finite one, and to 0 none but 0."""
+    """Returns whether float32 holds a number: it must not overflow, and only 0 may round to 0."""
     with np.errstate(over="ignore", under="ignore"):
         rounded = np.float32(value)
     return np.isfinite(rounded) and (rounded != 0 or value == 0)

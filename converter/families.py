@@ -1,8 +1,9 @@
-"""The families of Mixture-of-Experts models: of each, its row of the table and the header fields of its configs.
+"""Lists the families of Mixture-of-Experts models. A family's row stands above the function that reads its config.
 
-All families are one canonical model; what differs is in header values and in which tensors there are. A row says which
-tensor of a checkpoint is which of Colibri's. Orientation and meaning come from the row, never from a shape. Views are
-strided: nothing is read here. First what families share, then each family, then the names of bare MoE layers.
+Every family is computed as one canonical model. Families differ in header values, and in which tensors there are. A row
+says which tensor of a checkpoint becomes which of Colibri's. Orientation and meaning come from the row, never from a
+shape. Views are strided, so nothing is read here. First comes what families share, then each family, then the names of
+bare MoE layers.
 """
 
 from collections import namedtuple
@@ -12,16 +13,19 @@ from converter.config import basics
 from converter.rope import yarn_mscale
 from converter.values import Values
 
-# fields: Values -> header fields; None: known as bare MoE layers only. accepts: config key -> values under which the
-# row is right; another is refused. prefix: may or may not stand before every name. ignored: templates of tensors that
-# change nothing. routing: header fields that the family's name settles; other choices of routing are asked for.
+# fields: the function that makes header fields from a config's Values; None where only bare MoE layers are known.
+# accepts: {config key: the values that the row is right for}; any other is refused. prefix: may stand before all names,
+# or not. ignored: templates of tensors that change nothing. routing: header fields that the family's name decides; bare
+# layers have to be given the rest.
 Family = namedtuple("Family", "name fields tensors prefix accepts ignored routing")
-# template: a checkpoint name, N the layer, E the expert. shape: of the checkpoint's tensor, in header fields and the
-# layer's values of format.h; a zero means that it is not there. view(tensor, fields, expert) -> the rows to stack.
+# template: a checkpoint name with N for the layer and E for the expert. shape: the checkpoint tensor's, written in
+# header fields and the layer's values of format.h; with a zero in it, the tensor is not there. view(tensor, fields,
+# expert) returns the rows to stack.
 Part = namedtuple("Part", "template shape view")
 
 
-# Tensors by Colibri name: alternatives, each a list of parts; those of a gated matrix are gate, then up.
+# Tensors that several families have: {Colibri's name: alternatives}. An alternative is a list of parts to be stacked;
+# those of a gated matrix are gate, then up.
 
 def P(template, shape, view=views.whole):
     return Part(template, tuple(dim.strip() for dim in shape.split(",")), view)
@@ -66,7 +70,7 @@ LATENT = {
 
 
 def mlps(shared):
-    """Colibri's mlp, which every token takes: a dense layer's whole FFN, or a MoE layer's shared expert."""
+    """Returns the MLP that every token takes: a dense layer's whole FFN, or a MoE layer's shared expert."""
     places = (f"{L}mlp.", "mlp_ffn * (1 - moe)"), (f"{L}mlp.{shared}.", "mlp_ffn * moe")
     return {L + "mlp_up": [[P(f"{at}{x}_proj.weight", f"{n}, hidden") for x in ("gate", "up") for at, n in places]],
             L + "mlp_down": [[P(f"{at}down_proj.weight", f"hidden, {n}") for at, n in places]]}
@@ -103,7 +107,10 @@ MIXTRAL_EXPERTS = experts(experts_on_disk("block_sparse_moe", "w1", "w3", "w2"),
 # Header fields that several families have
 
 def window(c, size, layers=None):
-    """The sliding window, on all layers, or on those that layer_types calls so."""
+    """Returns the fields of a sliding window, on all layers, or on those that layer_types calls sliding.
+
+    layers: the types of layers where the config has no layer_types.
+    """
     types = c.get("layer_types", list)
     if types is None:
         types = layers or ["sliding_attention"] * config.num_layers(c)
@@ -116,11 +123,12 @@ def window(c, size, layers=None):
 
 
 def first_dense(c, default):
+    """Returns the dense layers where these come before all MoE layers."""
     return [*range(min(c.get("first_k_dense_replace", default=default), config.num_layers(c)))]
 
 
 def dense_layers(c):
-    """Qwen's choice of dense layers."""
+    """Returns the dense layers as Qwen's configs choose them."""
     step, listed = c.get("decoder_sparse_step", default=1), c.get("mlp_only_layers", list, [])
     return [i for i in range(config.num_layers(c)) if i in listed or not step or (i + 1) % step]
 
@@ -147,7 +155,7 @@ def row(name, fields, *tensors, prefix="model.", accepts=(), ignored=(), routing
 
 
 def family(*tensors, **rest):
-    """Puts a family into the table: its name and header fields are those of the function that follows."""
+    """Adds a family to the table. The function below gives it its name, and makes its header fields."""
     def add(fields):
         ROWS.append(row(fields.__name__, fields, *tensors, **rest))
         return fields
@@ -243,7 +251,10 @@ def gpt_oss(c):
 
 
 def deepseek(c, num_groups=1, topk_groups=1, routed_scaling=1.0, **fields):
-    """num_groups, topk_groups, routed_scaling: where the config does not tell."""
+    """Returns the header fields of a model with latent attention.
+
+    num_groups, topk_groups, routed_scaling: the values where the config has none.
+    """
     rotated, v_dim = c.need("qk_rope_head_dim"), c.need("v_head_dim")
     dim = c.need("qk_nope_head_dim") + rotated
     scaling = Values(c.get("rope_scaling|rope_parameters", dict, {}), c.where)
@@ -369,10 +380,10 @@ def jetmoe(c):
                   attention_out_bias=1, ffn_out_bias=1, tied_embeddings=c.flag("tie_word_embeddings", True))
 
 
-# Bare MoE layers, whose names come without a config
+# Bare MoE layers: names that come without a config
 
 def ungated(layer, router_name, up, down, up_bias=None, down_bias=None):
-    """Experts of two matrices, [outputs, inputs] each."""
+    """Returns the tensors of experts with two matrices, each [outputs, inputs]."""
     vectors = {"experts_up_bias": (up_bias, "ffn * expert_bias"),
                "experts_down_bias": (down_bias, "hidden * expert_bias")}
     return {L + "router": [[P(layer + router_name, "num_experts, hidden")]],
@@ -381,8 +392,11 @@ def ungated(layer, router_name, up, down, up_bias=None, down_bias=None):
 
 
 def megatron(gated):
-    """Experts as linear_fc1 and linear_fc2, in modules of their own or with their number at the end of the name, or all
-    as weight1 and weight2, which multiply rows from the right."""
+    """Returns a row for Megatron's names.
+
+    Experts are linear_fc1 and linear_fc2, in modules of their own or with their number at the end of the name. Or all
+    of them are joined as weight1 and weight2, which multiply rows from the right.
+    """
     layouts = []
     for fc1, fc2 in (("local_experts.E.linear_fc1.weight", "local_experts.E.linear_fc2.weight"),
                      ("linear_fc1.weightE", "linear_fc2.weightE")):

@@ -1,4 +1,4 @@
-"""Reads a PyTorch checkpoint without PyTorch: lazy tensors over the mapped file, nothing executed or copied."""
+"""Reads a PyTorch checkpoint without PyTorch. Tensors are lazy over the mapped file; nothing is executed or copied."""
 
 import struct
 import zlib
@@ -14,21 +14,23 @@ from converter.tensor import NUMPY_DTYPES, NegatedStorage, Storage, Tensor
 from converter.zip_reader import DEFLATED, DeflatedStorage, inflate, read_directory, shown
 
 MAX_PICKLE_BYTES = 64 << 20
-MAX_EXPANDED_BYTES = 1 << 30  # of a tensor with more elements than its storage (stride 0)
+MAX_EXPANDED_BYTES = 1 << 30  # of a tensor that has more elements than its storage (stride 0)
 MAX_RANK = 32
 MAX_NAME = 500  # characters of a name in dicts within dicts
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # behind the protocol, and from protocol 4 on a frame's size
 WRAPPERS = ("model", "module", "state_dict", "model_state_dict")
 ITEM_BYTES = {**{name: np.dtype(dtype).itemsize for name, dtype in NUMPY_DTYPES.items()},
               "qint8": 1, "quint8": 1, "qint32": 4}
-# The bits of a number whose uppermost is its sign.
+# dtype -> an integer for its bits, whose uppermost is the sign.
 SIGNED_BITS = {"float16": "<u2", "bfloat16": "<u2", "float32": "<u4", "float64": "<u8", "complex64": "<u4",
                "complex128": "<u8"}
 
 
 def read_checkpoint(path):
-    """{name: Tensor} of the checkpoint, in its order. Tensors are checked against their storages here, their bytes
-    when they are read. Raises ColibriError, naming the file and the cause."""
+    """Reads a checkpoint as {name: Tensor}, in its order.
+
+    Tensors are checked against their storages here, their bytes when they are read. ColibriError names file and cause.
+    """
     data = map_file(path)
     if data[:4] == b"PK\3\4":
         value, storages = _read_zip(data, path)
@@ -57,7 +59,7 @@ def _foreign(data):
 
 
 def _read_zip(data, path):
-    """(pickled value, {key: Storage}) of a zip checkpoint."""
+    """Returns (pickled value, {key: Storage}) of a zip checkpoint."""
     records = read_directory(data, path)
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if any(name.endswith("/constants.pkl") or "/code/" in name for name in records):
@@ -86,7 +88,7 @@ def _read_zip(data, path):
 
 
 def _contents(data, record, path, has_crc):
-    """A small record's bytes, checked; None when there is no such record."""
+    """Returns a small record's bytes, checked, or None when there is no such record."""
     if record is None:
         return None
     where = f"{path}: {record.name.rsplit('/', 1)[1]}"
@@ -102,7 +104,10 @@ def _contents(data, record, path, has_crc):
 
 
 def _read_legacy(data, path):
-    """(pickled value, {key: Storage}) of the format before torch 1.6: five pickles, then each storage's count, data."""
+    """Returns (pickled value, {key: Storage}) of the format before torch 1.6.
+
+    The file is five pickles, then the number of items and the data of each storage.
+    """
     head, position, values, items = data[:MAX_PICKLE_BYTES], 0, [], {}
     for name in ("magic", "protocol", "system info", "object", "storage keys"):
         reader = PickleReader(head, f"{path}: {name}", position)
@@ -127,8 +132,10 @@ def _read_legacy(data, path):
 
 
 def _named_tensors(value, path):
-    """The state dict in a pickled value: the value itself, or what one of WRAPPERS holds. What else stands beside that,
-    such as an optimizer's state or averaged weights, is no part of it."""
+    """Returns the state dict in a pickled value: the value itself, or what one of WRAPPERS holds.
+
+    What else stands beside it, such as an optimizer's state or averaged weights, is left out.
+    """
     for depth in range(4):
         if type(value) is not dict:
             break
@@ -151,12 +158,12 @@ def _named_tensors(value, path):
 
 
 def _is_metadata(key, tensor):
-    """Whether a tensor beside the model is a counter, a generator's state or the like, by its name and shape."""
+    """Returns whether a tensor beside the model looks like a counter, a generator's state or the like."""
     return "." not in key and (type(tensor.shape) is not tuple or len(tensor.shape) < 2)
 
 
 def _has_tensors(value):
-    """Whether there are tensors in dicts within dicts; each is visited once."""
+    """Returns whether there are tensors in dicts within dicts. Visits each dict once."""
     seen, queue = set(), [value]
     while queue:
         item = queue.pop()
@@ -169,7 +176,7 @@ def _has_tensors(value):
 
 
 def _flattened(value, path):
-    """A wrapped state dict with the entries of dicts in it under dotted names; each dict is visited once."""
+    """Returns a wrapped state dict with the entries of dicts in it under dotted names. Visits each dict once."""
     result, seen, queue = {}, set(), deque([("", value)])
     while queue:
         prefix, item = queue.popleft()
@@ -191,7 +198,7 @@ def _flattened(value, path):
 
 
 def _check_others(named, path):
-    """That what has a parameter's name, one with a dot, is not numbers of another kind, which would be left out."""
+    """Refuses numbers of another kind under a parameter's name, one with a dot, since they would be left out."""
     for name, item in named.items():
         first = item[0] if type(item) in (list, tuple) and item else item
         if type(name) is str and "." in name and (first is NUMPY_ARRAY or type(first) is StorageRef or (
@@ -202,7 +209,7 @@ def _check_others(named, path):
 
 
 def _resolve(rebuilt, name, storages, path):
-    """A Rebuilt description, every number of it checked, as a Tensor."""
+    """Turns a Rebuilt description into a Tensor, with every number of it checked."""
     where = f"{path}: {shown(name)}"
     if rebuilt.problem:
         raise ColibriError(f"{where}: {rebuilt.problem}, expected a plain tensor; save it dense and materialised")
@@ -238,7 +245,7 @@ def _resolve(rebuilt, name, storages, path):
 
 
 def _storage(ref, storages, path):
-    """(Storage, first byte, bytes) of what a tensor may use; ref's size must be the record's."""
+    """Returns (Storage, first byte, number of bytes) that a tensor may use. Checks that the record has ref's size."""
     if ref.key not in storages:
         raise ColibriError(f"{path}: missing storage data/{shown(ref.key)}, expected it in the file; save or "
                            "download it again")

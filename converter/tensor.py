@@ -1,6 +1,6 @@
-"""A checkpoint's tensors, whichever format they come from: their bytes (Storage), plain (Tensor), quantized (Decoded).
+"""Holds a checkpoint's tensors, whatever its format: Storage the bytes, Tensor plain numbers, Decoded quantized ones.
 
-Their numbers are read when they are asked for.
+Bytes are read only when numbers are asked for.
 """
 
 import mmap
@@ -13,7 +13,7 @@ from converter.mapped import check_size
 
 WINDOW_BYTES = 32 << 20  # mapped input read before its pages are dropped
 CRC_BYTES = 8 << 20
-# The numpy dtype that holds each torch dtype; those that numpy lacks are held as their bits.
+# torch dtype -> the numpy dtype that holds it. What numpy lacks is held as its bits.
 NUMPY_DTYPES = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4",
                 "int16": "<i2", "int8": "i1", "uint8": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8",
                 "bool": "?", "complex64": "<c8", "complex128": "<c16", "float8_e4m3fn": "u1", "float8_e5m2": "u1",
@@ -22,21 +22,25 @@ SCALED_FP8, MXFP4 = "scaled fp8", "mxfp4"  # the dtype of a matrix with its scal
 
 
 class Storage:
-    """The bytes of one storage. Bytes are handed out only after the checksum has passed over them, in order."""
+    """Holds the bytes of one storage. Bytes are handed out only after the checksum has passed over them, in order."""
 
     def __init__(self, where, mapping, offset, num_bytes, crc32=None):
-        """where: file and record for errors. crc32: of all bytes; None where the container has none."""
+        """Takes `num_bytes` bytes of a mapped file, from `offset` on.
+
+        where: names the file and the record in errors. crc32: the checksum of all bytes, or None where the format has
+        none.
+        """
         self.where, self.mapping, self.offset, self.bytes, self.crc32 = where, mapping, offset, num_bytes, crc32
         self.checked, self.crc, self.touched = 0, 0, 0
 
     def bytes_at(self, start, stop):
-        """(buffer, offset of byte `start` in it)."""
+        """Returns (buffer, offset of byte `start` in it)."""
         check_size(self.mapping, self.where)
         self.check(stop)
         return self.mapping, self.offset + start
 
     def check(self, stop=None):
-        """Carries the checksum on to byte `stop`, or to the end, where it must be right."""
+        """Carries the checksum on to byte `stop`, or to the end, where it is compared."""
         stop = self.bytes if stop is None else stop
         if self.crc32 is None or self.checked >= stop:
             return
@@ -54,7 +58,7 @@ class Storage:
                                "download or save the checkpoint again")
 
     def drop(self, num_bytes):
-        """Counts bytes as read, and gives the mapped pages back each WINDOW_BYTES."""
+        """Counts bytes as used, and gives the mapped pages back after each WINDOW_BYTES."""
         self.touched += num_bytes
         if self.touched >= WINDOW_BYTES:
             self.mapping.madvise(mmap.MADV_DONTNEED)
@@ -62,7 +66,7 @@ class Storage:
 
 
 class NegatedStorage:
-    """A storage as the tensors with torch's negative bit show it: each number's sign is turned as it is read."""
+    """Shows a storage as tensors with torch's negative bit see it: each number's sign is flipped as it is read."""
 
     def __init__(self, storage, dtype):
         self.storage, self.where, self.bytes, self.bits = storage, storage.where, storage.bytes, np.dtype(dtype)
@@ -80,29 +84,29 @@ class NegatedStorage:
 
 
 class Tensor:
-    """One named tensor: dtype (torch's name), shape, and its numbers as numpy views of the mapped file.
+    """Describes one named tensor: its dtype by torch's name, its shape, and where its numbers are.
 
-    bfloat16 comes as uint16 bits, float8 as uint8 bits.
+    Numbers come as numpy views of the mapped file: bfloat16 as uint16 bits, float8 as uint8 bits.
     """
 
     def __init__(self, name, dtype, shape, strides, storage, offset):
-        """strides: in elements. offset: of the first element, in bytes from the storage's start."""
+        """Takes strides in elements, and the first element's offset in bytes from the storage's start."""
         self.name, self.dtype, self.shape, self.strides = name, dtype, shape, strides
         self.storage, self.offset = storage, offset
         self.numpy_dtype = np.dtype(NUMPY_DTYPES[dtype])
 
     def rows(self, start, stop):
-        """Rows start..stop of the first dimension, read-only, not copied."""
+        """Returns rows start..stop of the first dimension, read-only and not copied."""
         return self._view((stop - start, *self.shape[1:]), start * self.strides[0])
 
     def array(self):
-        """The whole tensor, read-only, not copied; its storage is checked to the end."""
+        """Returns the whole tensor, read-only and not copied. Checks its storage to the end."""
         array = self._view(self.shape, 0)
         self.storage.check()
         return array
 
     def drop(self, num_bytes):
-        """Tells that so many bytes of views have been used and may leave memory."""
+        """Says that so many bytes of views have been used and may leave memory."""
         self.storage.drop(num_bytes)
 
     def _view(self, shape, first):
@@ -116,13 +120,17 @@ class Tensor:
 
 
 class Decoded:
-    """A Tensor whose rows are decoded on demand to float64, which holds each product of a value and its scale exactly.
+    """Decodes rows of a quantized tensor when they are asked for.
 
-    It is [experts, rows, columns] or [rows, columns], or one row of these.
+    Rows are float64, which holds the product of a value and its scale exactly. The shape is [experts, rows, columns] or
+    [rows, columns], or one row of these.
     """
 
     def __init__(self, source, dtype, shape, decode, first=0, step=1):
-        """source: the Tensor that names it. decode: row numbers, counted over all experts -> float64 rows."""
+        """Takes name and storage from `source`, a Tensor.
+
+        decode: takes row numbers, counted over all experts, and returns float64 rows.
+        """
         self.source, self.dtype, self.shape, self.decode = source, dtype, shape, decode
         self.first, self.step = first, step
         self.name, self.storage, self.numpy_dtype = source.name, source.storage, source.numpy_dtype

@@ -1,7 +1,8 @@
-"""The zip container of torch.save: a strict reader of its directory and records over mapped bytes.
+"""Reads the zip container of torch.save over mapped bytes: its directory and its records.
 
-Stricter than zipfile where leniency could give wrong numbers: one record a name, no encryption, stored or deflated,
-local headers that agree with the directory, records inside the file that do not overlap, sizes taken from one place.
+It is stricter than zipfile where leniency could give wrong numbers. Each name is there once, and nothing is encrypted.
+Records are stored or deflated, lie inside the file and do not overlap. Local headers agree with the directory, and each
+size is taken from one place.
 """
 
 import itertools
@@ -27,7 +28,8 @@ Record = namedtuple("Record", "name offset stored_bytes bytes method crc32")
 
 
 def read_directory(data, path):
-    """{name: Record} of the zip in `data` (bytes or mmap), in the directory's order. path: names the file in errors."""
+    """Returns {name: Record} of the zip in `data` (bytes or mmap), in the directory's order. path: names it in errors.
+    """
     num_entries, offset, end = _end_record(data, path)
     records, taken = {}, []
     for _ in range(num_entries):
@@ -48,7 +50,7 @@ def read_directory(data, path):
 
 
 def _end_record(data, path):
-    """(number of entries, offset of the directory, where it must end)."""
+    """Returns (number of entries, offset of the directory, where it must end)."""
     position = data.rfind(b"PK\5\6", max(0, len(data) - END.size - 65535))
     if position < 0 or position + END.size > len(data):
         raise ColibriError(f"{path}: truncated: no zip end record in {len(data)} bytes; {AGAIN}")
@@ -70,7 +72,7 @@ def _end_record(data, path):
 
 
 def _entry(data, path, offset, end):
-    """One directory entry as (Record without its offset, offset of the local header, offset of the next entry)."""
+    """Returns (Record without its offset, offset of the local header, offset of the next entry)."""
     if offset + ENTRY.size > end or data[offset:offset + 4] != b"PK\1\2":
         raise ColibriError(f"{path}: corrupt zip directory at byte {offset}; {AGAIN}")
     (_, _, _, flags, method, _, _, crc32, stored_bytes, size, name_bytes, extra_bytes, comment_bytes, disk, _, _,
@@ -95,7 +97,7 @@ def _entry(data, path, offset, end):
 
 
 def _zip64(extra, size, stored_bytes, local_offset, disk):
-    """The 64-bit values of the extra field 1 in place of those that are all ones."""
+    """Returns the numbers with the 64-bit values of extra field 1 in place of those that are all ones."""
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)
@@ -112,7 +114,7 @@ def _zip64(extra, size, stored_bytes, local_offset, disk):
 
 
 def _local_header(data, path, record, offset):
-    """Where the record's bytes begin: behind a local header that agrees with the directory."""
+    """Returns where the record's bytes begin: behind a local header that agrees with the directory."""
     if offset + LOCAL.size > len(data) or data[offset:offset + 4] != b"PK\3\4":
         raise ColibriError(f"{path}: corrupt zip: record {shown(record.name)} is not at byte {offset}; {AGAIN}")
     _, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(data, offset)
@@ -124,7 +126,7 @@ def _local_header(data, path, record, offset):
 
 
 class DeflatedStorage(Storage):
-    """A compressed record: inflated on first use into an unnamed file, so that it costs no anonymous memory."""
+    """Inflates a compressed record on first use into an unnamed file, so that it costs no anonymous memory."""
 
     def __init__(self, where, mapping, record, crc32):
         super().__init__(where, None, 0, record.bytes, crc32)
@@ -177,10 +179,10 @@ def inflate(data, record, where):
 
 
 def shown(name):
-    """A name from the file, safe to print on one line."""
+    """Returns a name from the file, safe to print on one line."""
     return printable(name[:200])
 
 
 def printable(line):
-    """A line without control characters, which a terminal would obey, and without surrogates."""
+    """Returns a line without control characters, which a terminal would obey, and without surrogates."""
     return line if line.isprintable() else line.encode("unicode_escape").decode()
