@@ -1,4 +1,4 @@
-"""Benchmarks, each python -m bench.NAME; bench.program has what they share."""
+"""Holds the benchmarks, each python -m bench.NAME. They share bench.program."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""Conversion speed and memory against cp of the same files: python -m bench.convert [--gib 1] [--runs 5] [--sharded]
+"""Measures conversion speed and memory against cp: python -m bench.convert [--gib 1] [--runs 5] [--sharded]
 
-Generates a GPT-style checkpoint of f16 noise, one .pt or a folder of safetensors shards, then alternates cp, cp
-followed by sync of the copy, and the converter, each a process of its own with the checkpoint in the page cache. Ratios
-are medians over neighbours, so a busy machine hits both. The converter waits until its output is on the disk, as the
-second does and the first does not.
+Makes a GPT-style checkpoint of f16 noise, one .pt or a folder of safetensors shards. Then runs in turns cp, cp followed
+by sync of the copy, and the converter, each a process of its own with the checkpoint in the page cache. Ratios are
+medians over neighbouring runs, so a busy machine slows both. The converter waits until its output is on the disk; so
+does the second cp, but not the first.
 """
 
 import json
@@ -29,7 +29,7 @@ SHARD_BYTES = 1 << 30
 
 
 def tensors(num_layers):
-    """({name: shape}, what a matrix's values are cut from): two f16 matrices an expert, and routers."""
+    """Returns ({name: shape}, what matrices' values are cut from): two f16 matrices for each expert, and routers."""
     shapes = {}
     for layer in range(num_layers):
         name = f"transformer.h.{layer}.mlp."
@@ -41,7 +41,8 @@ def tensors(num_layers):
 
 
 def write_shards(folder, num_layers):
-    """A folder of safetensors shards, each full up to the tensor that no longer fits in, and their index."""
+    """Writes a folder of safetensors shards and their index. Each shard is full up to the tensor that no longer fits.
+    """
     shapes, noise = tensors(num_layers)
     shards, home = [], {}
     for name, (rows, columns) in shapes.items():
@@ -64,7 +65,7 @@ def write_shards(folder, num_layers):
 
 
 def write_pt(path, num_layers):
-    """A .pt of torch.save's form, written a matrix at a time."""
+    """Writes a .pt in torch.save's form, a matrix at a time."""
     shapes, noise = tensors(num_layers)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}(" + b"".join(
@@ -86,7 +87,9 @@ def _int(value):
 
 
 def measure(command, output):
-    """(seconds, peak anonymous KiB) of a process that makes `output`, sampled every 5 ms; then removes the output."""
+    """Runs a process that makes `output`, which is then removed. Returns (seconds, peak anonymous KiB sampled every 5
+    ms).
+    """
     os.sync()  # or each would pay for what the one before left unwritten
     started, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is the benchmark's

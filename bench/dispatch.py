@@ -1,11 +1,11 @@
-"""What a step of the example model costs on a GPU, by kind of dispatch; cold start; memory over many steps.
+"""Measures a step of the example model on a GPU by kind of dispatch; cold start; memory over many steps.
 
     python -m bench.dispatch [--steps N] [--large FILE] [--csv FILE]
 
-Times are medians over --steps steps of one token. `host` is the time until the step is under way, `call` until its
-token can be read, `device` from the step's start to its end on the GPU. The kernels' sum is that of every op repeated
-in a graph by itself. --large names a .bin whose cold start is taken, in processes of their own; where it is missing, a
-model of 1 GiB of random weights is written there.
+Times are medians over --steps steps of one token. `host` is the time until the step is under way, `call` the time until
+its token can be read, `device` the time from the step's start to its end on the GPU. The kernels' sum adds up the time
+of every op repeated in a graph by itself. --large names a .bin whose cold start is measured, in processes of their own.
+Where it is missing, a model of 1 GiB of random weights is written there.
 """
 
 import json
@@ -27,7 +27,7 @@ REPEAT = 20
 
 
 def decode(engine, session, steps, token=65):
-    """Seconds of each of some greedy steps."""
+    """Returns the seconds of each of some greedy steps."""
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -37,7 +37,7 @@ def decode(engine, session, steps, token=65):
 
 
 def launches(engine, steps):
-    """(host, call, device) seconds of the step that the batch holds, run again and again."""
+    """Runs the step that the batch holds again and again. Returns its (host, call, device) seconds."""
     memory, function, model = engine.memory, engine.library.forward, engine._address
     start, end = (gpu.call("cuEventCreate", 0) for _ in range(2))
     times = []
@@ -56,7 +56,7 @@ def launches(engine, steps):
 
 
 def op_seconds(engine, op, layer, steps):
-    """One op's time among repetitions of itself."""
+    """Returns the time of one op among repetitions of itself."""
     def enqueue():
         for _ in range(REPEAT):
             engine.library.run_op(engine._address, op.encode(), 1, layer)
@@ -68,7 +68,7 @@ def op_seconds(engine, op, layer, steps):
 
 
 def measure_dispatch(model, steps):
-    """Rows (case, metric, value, unit) for the three kinds of dispatch."""
+    """Returns rows (case, metric, value, unit) for the three kinds of dispatch."""
     for dispatch in DISPATCH:
         with Engine(model, backend="cuda", num_slots=1, dispatch=dispatch) as engine, engine.session() as session:
             session.prefill(b"It was the custom of ")
@@ -91,7 +91,7 @@ def measure_dispatch(model, steps):
 
 
 def measure_memory(model, steps):
-    """Change of the GPU's used memory over many steps of random batch size and length."""
+    """Returns how the GPU's used memory changes over many steps of random batch size and length."""
     import numpy as np
     rng = np.random.default_rng(0)
     with Engine(model, backend="cuda") as engine:
@@ -110,8 +110,9 @@ def measure_memory(model, steps):
 
 
 def measure_cold_start(model, repeat=3):
-    """The parts of the time from a process's start to its first token, each the median of some processes."""
-    command = [sys.executable, "-m", "colibri.run", "--model", Path(model).resolve(), "--backend", "cuda", "--seq-len", "9",
+    """Returns the parts of the time from a process's start to its first token, each the median of some processes."""
+    command = [sys.executable, "-m", "colibri.run", "--model", Path(model).resolve(), "--backend", "cuda",
+               "--seq-len", "9",
                "--max-new-tokens", "8", "--warmup", "0", "--repeat", "1", "--json"]
     runs = [json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT).stdout)
             for _ in range(repeat + 1)][1:]

@@ -1,4 +1,4 @@
-"""Damages what comes from outside, and asks that each piece is taken or refused in one sentence, and in time.
+"""Damages input from outside, and checks that each piece is taken, or refused in one sentence, and in time.
 
     python -m bench.fuzz                                  # five minutes: files, then steps, then requests
     python -m bench.fuzz bin --seconds 20 --seed 7 --first 1234
@@ -6,8 +6,8 @@
     step   a model whose header and weights are changed where no check looks: a step gives finite logits or an error
     request    lines of the service: fields, values, nesting, encoding and bytes of requests changed
 
-A case is made of the seed and its number alone: --first repeats one. Status 1 and the case's number where one raises
-anything but a ColibriError of one line, takes 20 seconds or ends the process.
+A case depends on the seed and its number alone, and --first repeats one. A case fails that raises anything but a
+ColibriError of one line, takes 20 seconds or ends the process. Its number is then printed, and the status is 1.
 """
 
 import contextlib
@@ -50,11 +50,11 @@ STEP_FIELDS = (*FLOATS, "rope_original_positions", "window", "window_layers", "n
 
 
 class Failure(Exception):
-    """A case that was neither taken nor refused as it should be."""
+    """Reports a case that was neither taken nor refused as it should be."""
 
 
 def model_fields(random):
-    """A header's fields of a small model of a random kind; not every combination makes sense."""
+    """Returns the header's fields of a small model of a random kind. Not every combination makes sense."""
     pick = random.integers
     heads, bare = int(pick(1, 5)), pick(8) == 0
     fields = {**dict.fromkeys(HEADER.names, 0), "window_layers": [], "dense_layers": [], "eos_ids": [0] * 8,
@@ -76,7 +76,7 @@ def model_fields(random):
 
 
 def bin_case(random):
-    """(the first bytes, the size) of a damaged file."""
+    """Returns (the first bytes, the size) of a damaged file."""
     fields, dtype = model_fields(random), str(random.choice(["f32", "f16", "bf16"]))
     tokenizer = bytes(int(random.integers(1, 100))) if random.integers(4) == 0 else b""
     header, directory = bin_writer.plan(fields, dtype, tokenizer)
@@ -108,7 +108,7 @@ def bin_case(random):
 
 
 def any_integer(random, now, dtype):
-    """A value for an integer field: a neighbour of what is there, a value at some edge, or anything."""
+    """Returns a value for an integer field: a neighbour of what is there, a value at some edge, or anything."""
     edge = int(random.choice(np.array(INTEGERS, np.uint64)))
     value = [now + int(random.integers(-2, 3)), now ^ 1 << int(random.integers(64)), edge, edge + int(now),
              int(random.integers(0, 300))][random.integers(5)]
@@ -135,7 +135,7 @@ def damage_header(random, header):
 
 
 def damage_directory(random, directory):
-    """An entry changed, or entries swapped, repeated, lost."""
+    """Changes an entry, or swaps, repeats or drops entries."""
     if not len(directory):
         return directory
     one, other = random.integers(0, len(directory), 2)
@@ -157,7 +157,7 @@ def damage_directory(random, directory):
 
 
 def damage_size(random, header, size):
-    """The file's size, which the header usually knows."""
+    """Returns another size for the file. Mostly puts it into the header, too."""
     if random.integers(4) == 0:
         size += int(random.choice([-4096, -1, 1, 4095, 4096, 1 << 33]))
         size = int(random.integers(0, 700)) if random.integers(4) == 0 else max(0, size)
@@ -167,7 +167,7 @@ def damage_size(random, header, size):
 
 
 def seal(header, directory):
-    """Header and directory as bytes, under a right checksum where the directory is where the header says."""
+    """Returns header and directory as bytes, under a right checksum where the directory is where the header says."""
     header["header_crc32"] = 0
     text = header.tobytes() + directory.tobytes()
     end = HEADER.itemsize + int(header["num_tensors"]) * TENSOR.itemsize
@@ -197,7 +197,7 @@ def fuzz_bin(random, folder, counts):
 
 
 def compile_shape(header):
-    """That config.h takes a shape that the reader took."""
+    """Checks that config.h takes a shape that the reader took."""
     command = ["gcc", "-fsyntax-only", "-std=gnu11", "-Inative", *build.defines(header), "-x", "c", "native/config.h"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if made.returncode:
@@ -205,7 +205,7 @@ def compile_shape(header):
 
 
 def fuzz_step(random, folder, counts):
-    """Floats and masks of the header, and some weights, of the example model."""
+    """Changes some of the example model's header and weights, then runs steps."""
     path, model = folder / "case.bin", folder.parent / "moe-32.bin"
     data = bytearray(model.read_bytes())
     header = np.frombuffer(data, HEADER, 1)
@@ -236,14 +236,14 @@ def fuzz_step(random, folder, counts):
 
 
 def prepare_step(folder):
-    """The example model beside the folder of cases, and its library."""
+    """Puts the example model beside the folder of cases, and builds its library."""
     model = folder.parent / "moe-32.bin"
     subprocess.run([sys.executable, "-m", "converter", ROOT / "models" / "moe-32.pt", model], cwd=ROOT, check=True)
     build.library_path(Checkpoint(model))
 
 
 def any_json(random, depth=0):
-    """A value of any kind that a client might send."""
+    """Returns a value of any kind that a client might send."""
     kind = random.integers(9 if depth < 3 else 7)
     if kind == 0:
         return [None, True, False][random.integers(3)]
@@ -262,7 +262,7 @@ def any_json(random, depth=0):
 
 
 def request_case(random, folder):
-    """The bytes of a line."""
+    """Returns the bytes of a line."""
     start = random.integers(12)
     if start == 0:
         return random.integers(0, 256, random.integers(0, 200)).astype(np.uint8).tobytes()
@@ -290,7 +290,7 @@ def request_case(random, folder):
 
 @contextlib.contextmanager
 def unlimited_digits():
-    """To write numbers that are longer than Python reads."""
+    """Lifts Python's limit on the digits of a number, until the block ends."""
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     yield
@@ -299,7 +299,7 @@ def unlimited_digits():
 
 @functools.cache
 def readers(folder):
-    """Of requests to a model of text, and to a bare stack."""
+    """Returns the readers of requests to a model of text, and to a bare stack."""
     return [requests.Reader(Engine(folder.parent / name, "host")) for name in ("moe-32.bin", "stack.bin")]
 
 
@@ -354,7 +354,7 @@ def one_case(target, seed, number, folder, counts):
 
 
 def fuzz(name, seconds, seed, first, folder):
-    """Runs cases for so long. Returns whether all were as they should be."""
+    """Runs cases for some seconds. Returns whether all were as they should be."""
     target, prepare = TARGETS[name]
     prepare(folder)
     counts, rules, number, clock = Counter(), Counter(), first, Seconds(seconds, name)
@@ -371,8 +371,8 @@ def fuzz(name, seconds, seed, first, folder):
             rules[error.split("=")[0].split(": ")[-1][:40]] += 1
         number += 1
     common = ", ".join(f"{rule} {count}" for rule, count in rules.most_common(5))
-    print(f"{name}: {number - first} cases in {seconds:.0f} s, seed {seed}: {counts['taken']} taken, {sum(rules.values())} "
-          f"refused by {len(rules)} rules; most often {common}")
+    print(f"{name}: {number - first} cases in {seconds:.0f} s, seed {seed}: {counts['taken']} taken, "
+          f"{sum(rules.values())} refused by {len(rules)} rules; most often {common}")
     return True
 
 

@@ -1,11 +1,11 @@
-"""The host backend's MoE block against the machine's own ceilings, as CSV on stdout: python -m bench.host
+"""Measures the host backend's MoE block against the machine's ceilings, as CSV on stdout: python -m bench.host
 
-A bare stack of 7 layers of 32 experts, k=2, hidden 1024, ffn 1792, gated, f16: 2.3 GiB of weights, 64 times a large
-cache. Decode is one token a step, with a new random token each, so that its experts come from memory; it is compared
-with the rate at which the same memory is read by a plain sum. Prefill is 512 tokens a step; it is compared with the
+The model is a bare stack of 7 layers of 32 experts, k=2, hidden 1024, ffn 1792, gated, f16: 2.3 GiB of weights, 64
+times a large cache. Decode is one token a step, a new random one each time, so that its experts come from memory. It is
+compared with the rate at which a plain sum reads the same memory. Prefill is 512 tokens a step. It is compared with the
 rate of independent fused multiply-adds. A ceiling is probed before and after every measurement, because a shared
-machine's ceilings move. The columns are medians over that half of the rounds in which other processes used least of
-the processors. The last rows are decode beside a process that takes one core; it counts among the others.
+machine's ceilings move. The columns are medians over the half of the rounds in which other processes used the
+processors least. The last rows are decode beside a process that takes one core; it counts among the others.
 """
 
 import csv
@@ -41,7 +41,7 @@ def build():
 
 
 class Stack:
-    """The benchmark's model: one block of weights, and a bound model for each number of threads asked for."""
+    """Holds the benchmark's model: one block of weights, and a bound model for each number of threads asked for."""
 
     def __init__(self):
         self.library = build()
@@ -54,7 +54,7 @@ class Stack:
         self.models = {}
 
     def bind(self, threads):
-        """(model, batch, x): what a step needs; x (512, HIDDEN) is its input."""
+        """Returns (model, batch, x), which a step needs. x (512, HIDDEN) is its input."""
         if threads not in self.models:
             structs = self.library.headers.structs
             header, batch = np.zeros(1, structs["BinHeader"]), np.zeros(1, structs["Batch"])
@@ -77,7 +77,7 @@ class Stack:
         return self.models[threads][:3]
 
     def step(self, threads, num_tokens):
-        """Seconds for one step of all layers, from a fresh random input."""
+        """Returns the seconds of one step of all layers, from a fresh random input."""
         model, batch, x = self.bind(threads)
         x[:num_tokens] = self.rng.standard_normal((num_tokens, HIDDEN), np.float32)
         batch["num_tokens"] = num_tokens
@@ -91,7 +91,7 @@ class Stack:
         return READ_BYTES / (time.perf_counter() - start)
 
     def decode_rate(self, threads, seconds):
-        """Bytes of routed experts a second over so long, in steps of one token."""
+        """Returns the bytes of routed experts a second, in steps of one token."""
         spent, steps = 0.0, 0
         while spent < seconds:
             spent += self.step(threads, 1)
@@ -103,13 +103,15 @@ class Stack:
 
 
 def busy_seconds():
-    """(of all processors, of this process) since their start."""
+    """Returns the seconds that (all processors, this process) have worked since their start."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def medians(rounds, measure):
-    """Medians of what measure() returns, and of the cores that others used, over the quieter half of the rounds."""
+    """Returns medians of what measure() returns, and of the cores that others used, over the quieter half of the
+    rounds.
+    """
     rows = []
     for _ in range(rounds):
         start, (busy, own) = time.perf_counter(), busy_seconds()
@@ -122,13 +124,13 @@ def medians(rounds, measure):
 
 
 def against(measure, ceiling):
-    """(value, ceiling, ratio), the ceiling being probed on both sides of the measurement."""
+    """Returns (value, ceiling, ratio). The ceiling is probed before and after the measurement."""
     before, value, after = ceiling(), measure(), ceiling()
     return value / 1e9, (before + after) / 2e9, value / ((before + after) / 2)
 
 
 def beside_a_busy_process(stack, threads):
-    """(decode beside a process that takes a core, one thread's without it, their ratio)"""
+    """Returns (decode beside a process that takes a core, decode of one thread without it, their ratio)."""
     alone = stack.decode_rate(1, 0.5)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         time.sleep(0.1)
@@ -138,7 +140,7 @@ def beside_a_busy_process(stack, threads):
 
 
 def measurements(stack, rounds):
-    """Rows of COLUMNS without the command."""
+    """Returns rows of COLUMNS without the command."""
     for threads in (1, 2):
         yield "decode, 1 token", threads, "GB/s", *medians(rounds, lambda t=threads: against(
             lambda: stack.decode_rate(t, 0.1), lambda: stack.read_rate(t)))

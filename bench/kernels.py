@@ -5,10 +5,10 @@
 
 Weights are random, from one seed, and cold: a graph runs the ops over several layers, several times, and what lies
 between two readings of the same weights outgrows the L2 cache. Only the "example" shape is as small as that cache.
-Times are medians over launches of a graph, divided by the layers it runs; where experts are read, means of those over
-several draws of the input, for how many experts are read is chance. Bytes are the weights that are read: the routed
-experts', or the whole matrix; attention's are the keys and values of --positions, 512, a token. `select` is routing
-from the logits on, where that is a kernel of its own. With more than 64 tokens, which are then one prompt, the
+Times are medians over launches of a graph, divided by the layers it runs. Where experts are read, they are means of
+those over several draws of the input, since chance decides how many experts are read. Bytes are the weights that are
+read: the routed experts', or the whole matrix. Attention's bytes are the keys and values of --positions, 512, a token.
+`select` is routing from the logits on, where that is a kernel of its own. More than 64 tokens are one prompt, whose
 operations are counted too; their ceiling is torch's product, where torch is installed.
 """
 
@@ -67,7 +67,7 @@ extern "C" __global__ void read(const uint4 *from, unsigned *to, long count) {
 
 
 def library(config, extra=""):
-    """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
+    """Returns the CUDA library for this GPU with this configuration baked in. Builds it if need be."""
     defines = [f"-D{default().macros[name]}={value}" for name, value in config.items() if name != "num_layers"]
     text = " ".join(defines + extra.split())
     subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, check=True)
@@ -75,7 +75,7 @@ def library(config, extra=""):
 
 
 class Bench:
-    """One shape's library and random weights on the GPU."""
+    """Holds one shape's library and random weights on the GPU."""
 
     def __init__(self, shape, extra="", positions=512, num_slots=NUM_SLOTS):
         self.config, self.positions = {**CONFIG, **SHAPES[shape]}, positions
@@ -84,7 +84,8 @@ class Bench:
         self.library = library(self.config, extra)
         longest = self.library.baked["max_seq_len"]
         if positions > longest:
-            raise ColibriError(f"--positions={positions}, expected at most {longest}; --extra=-DMAX_SEQ_LEN=N raises it")
+            raise ColibriError(f"--positions={positions}, expected at most {longest}; "
+                               "--extra=-DMAX_SEQ_LEN=N raises it")
         self.rng, self.block, self.blocks = np.random.default_rng(1), None, []
         headers, num_layers = self.library.headers, self.config["num_layers"]
         header, weights = np.zeros(1, headers.structs["BinHeader"]), np.zeros(1, headers.structs["Weights"])
@@ -131,7 +132,8 @@ class Bench:
         return pointer
 
     def random_tensor(self, tensor, header):
-        """float32 of 1 or so; bf16 of 0.03 or so, one random block over and over, for a copy is quicker."""
+        """Returns random numbers: float32 of about 1; bf16 of about 0.03, one block repeated, since a copy is quicker.
+        """
         count = stored_elements(tensor, header)
         if tensor.type == "float":
             return self.upload(self.rng.standard_normal(count).astype(np.float32))
@@ -147,7 +149,9 @@ class Bench:
         return pointer
 
     def begin(self, tokens):
-        """Random rows: tokens of as many sequences at their last position, or from the first position of one."""
+        """Begins a step of random rows: tokens of as many sequences at their last position, or one sequence from its
+        start.
+        """
         for name in ("x", "normed", "attention"):
             width = self.config["hidden"] if name != "attention" else self.config["num_heads"] * self.config["head_dim"]
             x = self.rng.standard_normal((tokens, width)).astype(np.float32)
@@ -176,7 +180,7 @@ class Bench:
         return call("cuGraphInstantiate", call("cuStreamEndCapture", self.stream), 0)
 
     def capture_selection(self, tokens, count):
-        """A graph of `count` times the router's second kernel, or None where all is one kernel."""
+        """Captures `count` runs of the router's second kernel as a graph. Returns None where all is one kernel."""
         call("cuStreamBeginCapture", self.stream, driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         self.run(["router"], tokens, [0])
         router = call("cuStreamEndCapture", self.stream)
@@ -199,7 +203,7 @@ class Bench:
         return call("cuGraphInstantiate", call("cuStreamEndCapture", self.stream), 0)
 
     def time(self, ops, tokens, graphs, repeats=40):
-        """Median microseconds a layer, and the experts read a layer. graphs: each one's layers."""
+        """Returns the median microseconds a layer, and the experts read a layer. graphs: each one's layers."""
         count = sum(map(len, graphs))
         self.run(ops, tokens, range(len(self.layers)))
         graphs = [self.capture(ops, tokens, layers) for layers in graphs]
@@ -217,8 +221,9 @@ class Bench:
         return times / count, read
 
     def draws(self, ops, tokens, graphs, count=DRAWS, repeats=10):
-        """Means of the same over draws of the rows; without the router among the ops, layer 0's choice is every
-        layer's."""
+        """Returns the means of the same over draws of the rows. Without the router among the ops, every layer has layer
+        0's choice.
+        """
         results = []
         for _ in range(count):
             self.begin(tokens)
@@ -230,7 +235,10 @@ class Bench:
 
 
 def time_launches(stream, launch, repeats):
-    """Median microseconds of one launch, by events, after 20 ms of them: a GPU that was idle is slow at first."""
+    """Returns the median microseconds of one launch, by events.
+
+    Runs 20 ms of launches first, since a GPU that was idle is slow at first.
+    """
     begin, end = (call("cuEventCreate", 0) for _ in range(2))
     times, start = [], time.perf_counter()
     while time.perf_counter() - start < 0.02:
@@ -246,7 +254,7 @@ def time_launches(stream, launch, repeats):
 
 
 def read_ceiling(stream, size=4 << 30):
-    """GB/s of reading device memory, and of copying it (read plus written)."""
+    """Returns GB/s of reading device memory, and of copying it (read plus written)."""
     program = check_nvrtc(nvrtc.nvrtcCreateProgram(PROBES.encode(), b"probes", 0, [], []))
     check_nvrtc(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={arch()}".encode()]))
     image = b" " * check_nvrtc(nvrtc.nvrtcGetCUBINSize(program))
@@ -273,7 +281,7 @@ def check_nvrtc(result):
 
 
 def product_ceiling(size=8192):
-    """FLOP/s of torch's bf16 product of random matrices, or None without torch."""
+    """Returns FLOP/s of torch's bf16 product of random matrices, or None without torch."""
     try:
         import torch
     except ImportError:
@@ -295,7 +303,7 @@ MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1}
 
 
 def work(bench, op, tokens, experts):
-    """(bytes read, floating-point operations) of an op; experts: those that are read."""
+    """Returns (bytes read, floating-point operations) of an op. experts: how many are read."""
     config = bench.config
     hidden, width = config["hidden"], config["num_heads"] * config["head_dim"]
     kv_width = config["num_kv_heads"] * config["head_dim"]
@@ -312,7 +320,7 @@ def work(bench, op, tokens, experts):
 
 
 def measure(bench, tokens, ops):
-    """Rows (op, microseconds, bytes read, operations, experts read), each of a layer."""
+    """Returns rows (op, microseconds, bytes read, operations, experts read), each of one layer."""
     config, rows = bench.config, []
     layers = [*range(config["num_layers"])] * -(-MIN_LAYERS // config["num_layers"])
     for op in ops:
@@ -341,7 +349,7 @@ def save(path, bench, rows):
 
 
 def measure_shape(bench, shape, tokens, ops, read, product):
-    """Rows for the CSV file, printed too. read, product: the ceilings."""
+    """Returns rows for the CSV file, and prints them. read, product: the ceilings."""
     rows = []
     for op, times, num_bytes, operations, experts in measure(bench, tokens, ops):
         case, rate, flops = f"{shape} T={tokens} {op}", num_bytes / times / 1e3, operations / times / 1e6

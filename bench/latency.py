@@ -1,9 +1,9 @@
-"""Latency percentiles over a grid of batch sizes and sequence lengths, as CSV on stdout.
+"""Measures latency percentiles over a grid of batch sizes and sequence lengths, as CSV on stdout.
 
     python -m bench.latency                                   # models/moe-32.pt's .bin, made where it is missing
     python -m bench.latency model.bin --batch-sizes 1,8 --seq-lens 128 --repeat 100
 
-Each cell is a process of its own; the last column is the command that repeats it.
+Each cell is a process of its own. The last column is the command that repeats it.
 """
 
 import csv
@@ -29,7 +29,7 @@ def parse():
 
 
 def measure(model, batch_size, seq_len, repeat):
-    """One cell of the grid as a row of COLUMNS."""
+    """Returns one cell of the grid as a row of COLUMNS."""
     command = ["python", "-m", "colibri.run", "--model", model, "--batch-size", str(batch_size), "--seq-len",
                str(seq_len), "--repeat", str(repeat), "--json"]
     figures = json.loads(subprocess.run([sys.executable, *command[1:]], stdout=subprocess.PIPE, check=True,
@@ -43,7 +43,7 @@ def measure(model, batch_size, seq_len, repeat):
 
 
 def plain(value):
-    """Four digits, without an exponent."""
+    """Returns a number in four digits, without an exponent."""
     return f"{float(f'{value:.4g}'):.10f}".rstrip("0").rstrip(".")
 
 

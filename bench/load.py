@@ -1,12 +1,12 @@
-"""The service's latency against offered load, as a client sees it, as CSV on stdout and as a plot.
+"""Measures the service's latency against offered load, as a client sees it, as CSV on stdout and as a plot.
 
     python -m bench.load                              # models/moe-32.pt's .bin, made where it is missing
     python -m bench.load --rates 10,20,40 --png load.png
 
-Requests come at random times, so many a second on average, whether earlier ones are answered or not. TTFT is from
+Requests come at random times at the given mean rate, whether earlier ones are answered or not. TTFT is the time from
 sending to the first token. ITL is the time between two arrivals divided by the tokens that the later one brings, once
-for each of them: under load a client finds several tokens of a request in one read. Those that come with a request's
-first token have none. The plot needs matplotlib, the extra `plot`.
+for each of them: under load a client finds several tokens of a request in one read. Tokens that come with a request's
+first one have no ITL. The plot needs matplotlib, the extra `plot`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ COLUMNS = ["offered_rps", "requests", "refused", "tokens_per_s",
 
 
 class Record:
-    """One request: when it was sent, when each token came, its last line."""
+    """Records one request: when it was sent, when each token came, and its last line."""
 
     def __init__(self):
         self.sent, self.times, self.answer = time.perf_counter(), [], asyncio.Future()
@@ -46,7 +46,10 @@ class Record:
 
 
 class Connection(asyncio.Protocol):
-    """Requests of one connection. What arrives is noted, and read when a request ends: it shares the processors."""
+    """Sends the requests of one connection.
+
+    What arrives is noted at once, and read when a request ends: reading takes time on the processors of the service.
+    """
 
     def __init__(self):
         self.records, self.arrived = {}, []
@@ -60,7 +63,7 @@ class Connection(asyncio.Protocol):
             self.read()
 
     def read(self):
-        """Takes the whole lines that have arrived; a line's time is that of its last piece."""
+        """Takes the whole lines that have arrived. A line's time is that of its last piece."""
         rest = b""
         for now, data in self.arrived:
             *lines, rest = (rest + data).split(b"\n")
@@ -100,7 +103,7 @@ def percentiles(name, values):
 
 
 def figures(records, seconds):
-    """What the records of so many seconds say; refused ones only count."""
+    """Returns what the records of so many seconds say. Refused requests are only counted."""
     served = [record for record in records if "error" not in record.answer.result()]
     itl = np.concatenate([record.itl() for record in served] or [[]])
     return {"requests": len(records), "refused": len(records) - len(served),
@@ -125,7 +128,7 @@ async def offered(service, rate, seconds, seed):
 
 
 def draw(rows, path):
-    """TTFT and ITL apart, a line a percentile."""
+    """Draws TTFT and ITL apart, with a line for each percentile."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,10 +1,11 @@
-"""The MoE block beside what torch and transformers give on the same GPU, in one run, with random weights alike.
+"""Times the MoE block beside those of torch and transformers on the same GPU, in one run, with random weights alike.
 
     python -m bench.peers [--csv FILE]
 
-Peers: softmax, topk and normalisation in torch, in a CUDA graph; transformers' MixtralSparseMoeBlock with the
-grouped_mm experts, in a CUDA graph. Both rotate over the same number of layers as bench.kernels does, so weights are
-cold, and take means over as many draws of the input. Needs torch and transformers, which the engine itself does not.
+One peer is softmax, topk and normalisation in torch. The other is transformers' MixtralSparseMoeBlock with the
+grouped_mm experts. Each runs in a CUDA graph. Both rotate over the same number of layers as bench.kernels does, so
+weights are cold, and take means over as many draws of the input. torch and transformers have to be installed; the
+engine itself does not need them.
 """
 
 from pathlib import Path
@@ -23,7 +24,7 @@ from colibri.errors import ColibriError
 
 
 def median_time(step, layers):
-    """Median microseconds a layer of a graph that calls step(layer) for each of them."""
+    """Returns the median microseconds a layer of a graph that calls step(layer) for each layer."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
         for layer in range(layers):
@@ -59,7 +60,7 @@ def mixtral_block(shape):
 
 
 def time_blocks(blocks, tokens, hidden):
-    """That of the blocks for random rows."""
+    """Returns the median microseconds a layer of the blocks, for random rows."""
     x = torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16)
     return median_time(lambda layer: blocks[layer](x), len(blocks))
 

@@ -1,4 +1,6 @@
-"""What the benchmarks' command lines share: a mistake is one line and status 2, Ctrl-C is one word and status 130."""
+"""Holds what the benchmarks' command lines share: a mistake is one line and status 2, Ctrl-C is one word and status
+130.
+"""
 
 import argparse
 import signal
@@ -15,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Parser(argparse.ArgumentParser):
-    """Of python -m bench.NAME, whose --help begins with the first line of `about`."""
+    """Parses the options of python -m bench.NAME. Its --help begins with the first line of `about`."""
 
     def __init__(self, name, about):
         super().__init__(prog=f"python -m bench.{name}", description=about.split("\n")[0], allow_abbrev=False)
@@ -25,14 +27,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text):
-    """The type of an option: 1 or more."""
+    """Reads an option that is a whole number, 1 or more."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}, expected 1 or more")
     return int(text)
 
 
 def amount(text):
-    """The type of an option: above 0, and finite."""
+    """Reads an option that is a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -43,14 +45,14 @@ def amount(text):
 
 
 def several(kind):
-    """The type of an option: a list of such, with commas."""
+    """Returns the type of an option that is a list of such values, with commas."""
     def check(text):
         return [kind(part) for part in text.split(",")]
     return check
 
 
 def names(known):
-    """The type of an option: a list of these names, with commas."""
+    """Returns the type of an option that is a list of some of these names, with commas."""
     def check(text):
         for name in text.split(","):
             if name not in known:
@@ -60,7 +62,7 @@ def names(known):
 
 
 def example_model(model):
-    """The model's name; the example is made where it is missing."""
+    """Returns the model's name. The example is made where it is missing."""
     if model == "moe-32.bin" and not Path(model).exists():
         subprocess.run([sys.executable, "-m", "converter", ROOT / "models" / "moe-32.pt", model], check=True,
                        stdout=sys.stderr)
@@ -68,7 +70,7 @@ def example_model(model):
 
 
 class Seconds:
-    """A progress bar over so many seconds, on a terminal. left(): whether some are left."""
+    """Shows a progress bar over so many seconds, on a terminal. left() returns whether some are left."""
 
     def __init__(self, seconds, what):
         self._end, self._seconds = time.monotonic() + seconds, seconds
@@ -83,7 +85,7 @@ class Seconds:
 
 
 def run(main):
-    """Runs it and ends. Processes that it started are ended by the blocks that it leaves."""
+    """Runs a benchmark and ends. Processes that it started are ended by the blocks that it leaves."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         imports_done()

@@ -1,9 +1,9 @@
-"""What requests that are too long do to streams, as CSV on stdout: python -m bench.refused
+"""Measures what refused, far too long requests do to streams, as CSV on stdout: python -m bench.refused
 
 A model with a tokenizer.json and a context of 32768 serves 4 streams. A prompt of each kind comes once a second, and is
-refused: by its number of tokens, by its bytes, by the bytes of its line, by those of its token numbers. Each row says how
-long the longest gap between two tokens of a stream was, beside such prompts and without them, in that one of the rounds
-where it was least: other processes only add to it.
+refused: by its number of tokens, its bytes, the bytes of its line, or the bytes of its token numbers. Each row says how
+long the longest gap between two tokens of a stream was, with such prompts and without them. It is that of the round
+where the gap was least, since other processes only add to it.
 """
 
 import csv
@@ -34,11 +34,12 @@ COLUMNS = ["prompts", "rounds", "longest_gap_ms", "alone_ms", "more_ms", "itl_p5
 
 
 def tokenizer():
-    """A byte-level BPE of the held-out text, with a token for a long indentation."""
+    """Makes a byte-level BPE of the held-out text, with a token for a long indentation."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ColibriError("tokenizers: not installed, expected it for this benchmark; run pip install tokenizers") from None
+        raise ColibriError("tokenizers: not installed, expected it for this benchmark; run pip install "
+                           "tokenizers") from None
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     made.train([str(ROOT / "tests" / "data" / "heldout.txt")], trainers.BpeTrainer(
@@ -48,7 +49,7 @@ def tokenizer():
 
 
 def write_model(folder, made):
-    """A random Mixtral of one layer in a folder, converted."""
+    """Writes a random Mixtral of one layer into a folder, and converts it."""
     vocab, random = made.get_vocab_size(), np.random.default_rng(0)
     shapes = {"model.embed_tokens.weight": (vocab, HIDDEN), "lm_head.weight": (vocab, HIDDEN)}
     layer = {"block_sparse_moe.gate": (2, HIDDEN), **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}}
@@ -78,7 +79,7 @@ def write_model(folder, made):
 
 
 def kinds():
-    """{name: a line that is refused}, each for another reason."""
+    """Returns {name: a line that is refused}, each for another reason."""
     words = (ROOT / "tests" / "data" / "heldout.txt").read_text()
     text = (words * (3 * TEXT // len(words) + 1))[:3 * TEXT]
     lines = {"1.8 MB of text, too many tokens": {"prompt": text[:TEXT]},
@@ -89,7 +90,7 @@ def kinds():
 
 
 def gaps(service, line, seconds):
-    """(the longest, the median) gap of a token, ms, while a line is sent each second or, for None, nothing is."""
+    """Returns (the longest, the median) gap of a token in ms, while a line is sent each second, or none for None."""
     with Lines(service.address) as connection:
         ticks, answers = queue.SimpleQueue(), []
 

@@ -1,10 +1,10 @@
-"""A server under load, as CSV on stdout: throughput by clients, and what long prompts do to the others' latency.
+"""Measures a server under load, as CSV on stdout: throughput by clients, and how long prompts delay the others.
 
     python -m bench.serve                        # moe-32.bin on this machine, two to three minutes
     python -m bench.serve --chunks 512,64 --seconds 20 --options="--backend host"
 
-`clients` rows: so many clients, each with one request after another. `prompts` rows: 8 clients stream while a prompt
-that fills the context arrives once a second, by --prefill-chunk; latencies are those that the clients see.
+In `clients` rows, so many clients each send one request after another. In `prompts` rows, 8 clients stream while a
+prompt that fills the context arrives once a second, by --prefill-chunk. Latencies are those that the clients see.
 """
 
 import csv
@@ -27,7 +27,7 @@ STREAMED_TOKENS = 440  # which fill the example model's context: a stream decode
 
 
 class Client:
-    """Sends a request as soon as the one before has ended, and notes when what arrives."""
+    """Sends a request as soon as the one before has ended, and notes when its answers arrive."""
 
     def __init__(self, address, number, new_tokens, stream):
         self.socket = socket.create_connection(address)
@@ -43,7 +43,7 @@ class Client:
                                         "stream": self.stream}).encode() + b"\n")
 
     def receive(self):
-        """Whether the request has ended."""
+        """Takes what has arrived. Returns whether the request has ended."""
         *lines, self.rest = (self.rest + self.socket.recv(1 << 16)).split(b"\n")
         now = time.perf_counter()
         for line in lines:
@@ -60,7 +60,7 @@ class Client:
 
 
 def load(address, num_clients, new_tokens, stream, seconds, every_second=lambda: None):
-    """Runs clients for so long, then leaves; returns them and the seconds that it took."""
+    """Runs clients for so long, then leaves. Returns them and the seconds that it took."""
     clients = [Client(address, number, new_tokens, stream) for number in range(num_clients)]
     selector = selectors.DefaultSelector()
     for client in clients:
@@ -91,14 +91,14 @@ def figures(clients, seconds):
 
 
 def service(options, *more):
-    """The service with these options and more, its first steps, which make what later ones find, behind it."""
+    """Starts the service with these and more options. Runs its first steps, which are slower than later ones."""
     started = Service(example_model(options.model), *shlex.split(options.options), *more)
     load(started.address, 2, 20, False, 0.2)
     return started
 
 
 def long_prompts(address):
-    """A function that sends a prompt which fills the context, and leaves its answer unread until the next."""
+    """Returns a function that sends a prompt which fills the context. Its answer is left unread until the next call."""
     connection = socket.create_connection(address)
     sent = []
 

@@ -1,4 +1,4 @@
-"""Starts the service for a benchmark, and speaks its lines."""
+"""Starts the service for a benchmark, and speaks with it in lines of JSON."""
 
 import json
 import re
@@ -16,7 +16,7 @@ STOP_SECONDS = 60
 
 
 class Service:
-    """python -m colibri.run --serve on free ports of 127.0.0.1, until the block ends.
+    """Runs python -m colibri.run --serve on free ports of 127.0.0.1, until the block ends.
 
     pid, address, http: of the process and its two sockets. log: its lines on stderr after the one that says it is
     ready.
@@ -55,27 +55,27 @@ class Service:
         self.process.wait()
 
     def stop(self):
-        """SIGTERM, then the exit status and all lines of the log."""
+        """Sends SIGTERM. Returns the exit status and all lines of the log."""
         self.process.terminate()
         status = self.process.wait(STOP_SECONDS)
         self._reader.join()
         return status, self.log
 
     def metrics(self):
-        """{"name" or 'name{label="value"}': number} of GET /metrics."""
+        """Returns {"name" or 'name{label="value"}': number} of GET /metrics."""
         with urllib.request.urlopen("http://{}:{}/metrics".format(*self.http), timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
     def status(self, name):
-        """A field of /proc/PID/status, in MiB."""
+        """Returns a field of /proc/PID/status, in MiB."""
         text = Path(f"/proc/{self.pid}/status").read_text()
         return int(re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)[1]) / 1024
 
 
 class Lines:
-    """A connection: JSON objects out, JSON objects in. receive() gives None where the service closed it."""
+    """Sends and receives JSON objects over a connection. receive() returns None where the service closed it."""
 
     def __init__(self, address, timeout=60):
         self.socket = socket.create_connection(address, timeout)

@@ -1,14 +1,14 @@
-"""Keeps the service under random load, and asks that nothing is lost, wrong, doubled or growing.
+"""Keeps the service under random load, and checks that nothing is lost, wrong, doubled or growing.
 
     python -m bench.soak --soak 20 --clients 16       # minutes; bench/stress.sh --soak 20 --clients 16 is the same
     python -m bench.soak --soak 3 --json
 
-Each client is a process with a connection. It sends requests out of a catalogue, several at once, of random prompts,
-lengths and samplings; it cancels, leaves in the middle, sends lines that are none, sets deadlines, reads slowly, and is
-stopped (SIGSTOP) for seconds. Some requests go over HTTP. Before the load the service answers the whole catalogue, one
-request at a time: under load every answer must be the same, and one that was cut must be the beginning of it. Every
-request must end once. Afterwards all KV slots must be free, and memory where it was after the warm-up, within 2%.
-Status 1, and why, where something is not.
+Each client is a process with a connection. It sends several requests of a catalogue at once, with random prompts,
+lengths and samplings. It also cancels, leaves in the middle, sends lines that are no requests, sets deadlines, reads
+slowly, and is stopped (SIGSTOP) for seconds. Some requests go over HTTP. Before the load the service answers the whole
+catalogue, one request at a time. Under load every answer must be the same, and a cut one must be the beginning of it.
+Every request must end once. Afterwards all KV slots must be free, and memory where it was after the warm-up, within 2%.
+Where something is not so, the reason is printed and the status is 1.
 """
 
 import argparse
@@ -56,7 +56,7 @@ FINISHED, CUT = ("length", "stop"), ("cancelled", "deadline", "shutdown")
 
 
 def catalogue(seed):
-    """Requests without their id and stream."""
+    """Returns requests without their id and stream."""
     source = random.Random(seed)
     words = (ROOT / "tests" / "data" / "heldout.txt").read_bytes()
     requests = []
@@ -76,12 +76,12 @@ def catalogue(seed):
 
 
 def output(answer):
-    """What a final line says: token numbers or text."""
+    """Returns what a final line says: token numbers or text."""
     return answer["ids"] if "ids" in answer else answer["text"]
 
 
 class Client:
-    """One client's connection, what it waits for, and what it counted."""
+    """Holds one client's connection, what it waits for, and what it counted."""
 
     def __init__(self, address, http, model, cases, seed):
         self.address, self.http, self.model, self.cases, self.random = address, http, model, cases, random.Random(seed)
@@ -101,7 +101,7 @@ class Client:
             self.connection.close()
 
     def episode(self):
-        """Some requests at once; then all their lines, or a leave before that."""
+        """Sends some requests at once. Then reads all their lines, or leaves before that."""
         pick = self.random
         lines = [self.request() for _ in range(pick.choice([1, 1, 1, 2, 4]))]
         for _ in range(pick.choice([0, 0, 0, 1, 3])):
@@ -131,7 +131,7 @@ class Client:
             self.fail(f"connection: {error}")
 
     def http_episode(self):
-        """A completion over HTTP, of which a stream is left in its middle."""
+        """Asks for a completion over HTTP. A stream is left in its middle."""
         case = self.random.choice([case for case in self.cases if "prompt" in case["request"]])
         fields = dict(case["request"])
         body = {"model": self.model, "max_tokens": fields.pop("max_new_tokens"), **fields,
@@ -163,7 +163,7 @@ class Client:
         return json.dumps(request).encode() + b"\n"
 
     def leave(self):
-        """Closes with what is pending unread: politely, by a reset, or in the middle of a line."""
+        """Leaves with what is pending unread: politely, by a reset, or in the middle of a line."""
         how = self.random.randrange(3)
         if how == 0:
             self.connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -236,7 +236,7 @@ class Client:
 
 
 def client_main(arguments):
-    """python -m bench.soak --client HOST PORT HTTP_PORT MODEL CASES SEED UNTIL: prints what it counted."""
+    """Runs python -m bench.soak --client HOST PORT HTTP_PORT MODEL CASES SEED UNTIL, and prints what it counted."""
     (host, port, http_port), (model, cases, seed, until) = arguments[:3], arguments[3:]
     client = Client((host, int(port)), (host, int(http_port)), model, json.loads(Path(cases).read_text()), int(seed))
     try:
@@ -249,7 +249,7 @@ def client_main(arguments):
 
 
 def answers_alone(service, seed):
-    """[{request, output}], each answered while nothing else runs."""
+    """Returns [{request, output}], each answered while nothing else runs."""
     cases = []
     with Lines(service.address) as connection:
         for number, request in enumerate(catalogue(seed)):
@@ -261,16 +261,19 @@ def answers_alone(service, seed):
 
 
 def fill_slots(service, slots):
-    """Writes every slot's whole cache once: its pages come into memory when they are first written, however late."""
+    """Writes every slot's whole cache once. Its pages come into memory when they are first written, however late that
+    is.
+    """
     with Lines(service.address) as connection:
-        connection.send(*({"id": number, "prompt": "x" * (CONTEXT - 1), "max_new_tokens": 1} for number in range(slots)))
+        prompt = "x" * (CONTEXT - 1)
+        connection.send(*({"id": number, "prompt": prompt, "max_new_tokens": 1} for number in range(slots)))
         answers = [connection.receive() for _ in range(slots)]
     if not all(answer and answer.get("finish_reason") in FINISHED for answer in answers):
         sys.exit(f"filling the slots: {answers}")
 
 
 class Memory:
-    """MiB of the service's memory over time: resident, and on a device where there is one."""
+    """Keeps the MiB of the service's memory over time: resident, and on a device where there is one."""
 
     def __init__(self, service):
         self.service, self.samples = service, []
@@ -281,7 +284,8 @@ class Memory:
         self.samples.append((time.monotonic(), self.service.status("VmRSS"), device))
 
     def figures(self):
-        """{"resident": (after the warm-up, at the end, growth), ...}: medians of a tenth of the samples each."""
+        """Returns {"resident": (after the warm-up, at the end, growth), ...}: medians of a tenth of the samples each.
+        """
         if not self.samples:
             return {}
         start, end = self.samples[0][0], self.samples[-1][0]
@@ -331,7 +335,7 @@ def soak(options, service, folder):
 
 
 def free_slots(service):
-    """(free, total) KV slots, when nothing runs any more."""
+    """Returns (free, total) KV slots, when nothing runs any more."""
     end = time.monotonic() + IDLE_SECONDS
     while True:
         metrics = service.metrics()
@@ -342,7 +346,7 @@ def free_slots(service):
 
 
 def check(reports, memory, slots, status, log):
-    """Why the soak failed: [sentence]."""
+    """Returns the sentences that say why the soak failed."""
     failures = [report["failure"] for report in reports if "failure" in report]
     for name, figures in memory.items():
         if figures["growth"] > GROWTH:
@@ -359,7 +363,7 @@ def check(reports, memory, slots, status, log):
 
 
 def summary(options, reports, memory, slots, stops):
-    """The figures, {name: value}."""
+    """Returns the figures, {name: value}."""
     counts, ttft, itl = Counter(), [], []
     for report in reports:
         counts.update(report.get("counts", {}))

@@ -1,4 +1,4 @@
-"""The converter's command line: python -m converter moe.pt moe.bin"""
+"""Runs the converter's command line: python -m converter moe.pt moe.bin"""
 
 import os
 import signal
@@ -95,7 +95,7 @@ Plan = namedtuple("Plan", "input family fields bare where config text renamed un
 
 
 def understand(options):
-    """The Plan of a checkpoint, its tensors not yet sorted."""
+    """Returns the Plan of a checkpoint, before its tensors are sorted."""
     flags = {field: getattr(options, field) for field in config.ASKED}
     settings = config.load(options.config, options.checkpoint)
     unknown, absent = ([], []) if options.inspect else (None, None)  # --inspect lists what is otherwise an error
@@ -130,7 +130,9 @@ def understand(options):
 
 
 def _bare_family(tensors, lost, where):
-    """sources.bare_family, where tensors that are lost may be why none is found."""
+    """Returns sources.bare_family's answer. Where it finds no family, a lost tensor is named first, since it may be
+    why.
+    """
     try:
         return sources.bare_family(tensors, where)
     except ColibriError:
@@ -139,7 +141,7 @@ def _bare_family(tensors, lost, where):
 
 
 def convert(options):
-    """Everything between the options and the file."""
+    """Does what the options ask for: checks them, reads the checkpoint, then reports or writes."""
     _check_options(options)
     mapped.forget()
     if not (options.inspect or options.dry_run):
@@ -185,7 +187,7 @@ def convert(options):
 
 
 def say(text, file=None):
-    """Prints lines in which names from a checkpoint may stand, without their control characters."""
+    """Prints lines without the control characters that names from a checkpoint may hold."""
     with contextlib.nullcontext() if file else writing_stdout("report"):
         print("\n".join(map(printable, text.split("\n"))), file=file)
 
@@ -200,7 +202,7 @@ def _check_options(options):
 
 
 def progress_bar(num_bytes, output):
-    """On a terminal only, so that a log or a pipe gets errors alone."""
+    """Returns a bar that shows on a terminal only, so that a log or a pipe gets errors alone."""
     return tqdm(total=num_bytes, desc=str(output), unit="B", unit_scale=True, disable=None, leave=False)
 
 
@@ -209,14 +211,17 @@ def _count(number, what):
 
 
 def _contents(name, experts, fields, dtype):
-    """The stored arrays of one tensor."""
+    """Returns the stored arrays of one tensor."""
     if len(experts[0][0].shape) == 1:
         return interleave.vector(experts)
     return interleave.panels(experts, dtype, headers.is_gated(name, fields))
 
 
 def _dtype(option, sources, kinds, kind, path):
-    """The dtype of the experts' matrices, or of the others: as asked, or the one that they share; None: of none."""
+    """Returns the dtype of the experts' matrices, or of the others: the one asked for, or the one that they share.
+
+    Returns None where there are no such matrices.
+    """
     matrices = [tensor for name, experts in sources.items() if kinds[name] == kind
                 for parts in experts for tensor in parts]
     if option != "keep" or not matrices:
@@ -230,7 +235,7 @@ def _dtype(option, sources, kinds, kind, path):
 
 
 def _report(plan, header, directory, dtype, ignored):
-    """The dry run's text."""
+    """Returns the dry run's text."""
     prefixes = f" ({plan.renamed} names without their prefix)" if plan.renamed else ""
     lines = [f"family: {plan.family.name}{prefixes}"]
     census = Counter((sources.template(name), tensor.shape, tensor.dtype)
@@ -248,7 +253,7 @@ def _report(plan, header, directory, dtype, ignored):
 
 
 def main(arguments=None):
-    """Runs the command line and gives the exit status."""
+    """Runs the command line and returns the exit status."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
@@ -270,7 +275,7 @@ def main(arguments=None):
 
 
 def _open_streams():
-    """Opens the standard streams that are closed, lest the output take their place."""
+    """Opens the standard streams that are closed, so that the output file does not take their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

@@ -1,4 +1,4 @@
-"""Writes a .bin: planned to the byte, streamed once into a temporary file, then put in its place all at once."""
+"""Writes a .bin: plans it to the byte, streams it once into a temporary file, then puts it in its place all at once."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ BIN_HEADER, BIN_TENSOR = (headers.default().structs[name] for name in ("BinHeade
 
 
 def plan(fields, dtype, tokenizer=b""):
-    """(header, directory) of a version 2 file, complete but for the checksums.
+    """Returns (header, directory) of a version 2 file, complete but for the checksums.
 
     fields: BinHeader's fields that describe the model; sets of layers are lists. dtype: f32, f16 or bf16, of the
     matrices for which expert_dtype and dense_dtype say nothing else. tokenizer: a tokenizer.json's bytes.
@@ -54,7 +54,8 @@ def plan(fields, dtype, tokenizer=b""):
 
 
 def write(file, header, directory, contents, progress, tokenizer=b""):
-    """Streams a planned file. contents(name) yields the tensor's arrays in order; progress(bytes) is told of each."""
+    """Streams a planned file. contents(name) yields the tensor's arrays in order; progress(bytes) is called for each.
+    """
     write_all(file, bytes(int(directory["offset"][0])))
     for entry in directory:
         crc32, left = 0, int(entry["bytes"])
@@ -73,7 +74,7 @@ def write(file, header, directory, contents, progress, tokenizer=b""):
 
 
 def _ahead(arrays):
-    """The arrays' bytes, some MiB of which another thread makes while those before them are written."""
+    """Yields the arrays' bytes. Another thread makes the next few MiB while these are written."""
     arrays = iter(arrays)
 
     def batch():
@@ -93,9 +94,9 @@ def _ahead(arrays):
 
 @contextlib.contextmanager
 def replacing(path, num_bytes, force):
-    """A binary file for writing that becomes `path` when the block ends, or leaves nothing behind when it raises.
+    """Opens a binary file that becomes `path` when the block ends, and leaves nothing behind when the block raises.
 
-    num_bytes: what will be written; there must be room for it. force: an existing file may be replaced.
+    num_bytes: how much will be written; there must be room for it. force: an existing file may be replaced.
     """
     path = Path(path)
     check_output(path, force)
@@ -122,7 +123,7 @@ def replacing(path, num_bytes, force):
 
 
 def _place(temporary, path, force):
-    """Gives a finished file its name. Without `force`, a file that has got that name meanwhile stays."""
+    """Gives a finished file its name. Without `force`, a file that has taken the name meanwhile stays."""
     if force:
         return os.replace(temporary, path)
     try:
@@ -136,7 +137,7 @@ def _place(temporary, path, force):
 
 
 def _sync(directory):
-    """Makes a new name last, where the directory may be read and its file system can do so."""
+    """Makes a new name durable, where the directory may be read and its file system can do so."""
     with contextlib.suppress(OSError):
         folder = os.open(directory, os.O_RDONLY)
         try:
@@ -146,7 +147,7 @@ def _sync(directory):
 
 
 def _lock(file):
-    """Whether a temporary file could be marked as one that is being written; the mark ends with the process."""
+    """Locks a temporary file while it is written. Returns whether it could. The lock ends with the process."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,7 +1,7 @@
-"""A DeepSpeed-MoE checkpoint folder as one set of tensors: the dense part's routers, and a file for each expert.
+"""Reads a DeepSpeed-MoE checkpoint folder as one set of tensors: the dense part's routers, and a file for each expert.
 
-layer_<moe>_expert_<global>_mp_rank_00_model_states.pt: <moe> counts the MoE layers alone, in the order of their
-transformer layers, and is the layer of the stack; <global> is the expert's number over all ranks.
+An expert's file is layer_<moe>_expert_<global>_mp_rank_00_model_states.pt. <moe> counts the MoE layers alone, in the
+order of their transformer layers, and is the layer of the stack. <global> is the expert's number over all ranks.
 """
 
 import re
@@ -24,13 +24,16 @@ def is_checkpoint(folder):
 
 
 def has_experts(folder):
-    """Whether files of experts are there, or in one of its folders."""
+    """Returns whether files of experts are in a folder, or in a folder within it."""
     return any(EXPERT.fullmatch(file.name) for pattern in ("*", "*/*") for file in folder.glob(pattern))
 
 
 def read(folder, absent=None):
-    """({name: Tensor} in names.py's deepspeed names, names left out, warnings) of a checkpoint folder, or of one of its
-    global_stepN folders. absent: a list for the files of experts that are not there, which are an error without it."""
+    """Reads a checkpoint folder, or one of its global_stepN folders.
+
+    Returns ({name: Tensor} in the deepspeed names of families.py, names left out, warnings). absent: a list that gets
+    the files of experts which are not there; without a list, such a file is an error.
+    """
     folder = _step(Path(folder))
     ranks = [int(match[match.lastindex]) for entry in folder.iterdir()
              if (match := MAIN.fullmatch(entry.name) or EXPERT.fullmatch(entry.name))]
@@ -68,7 +71,7 @@ def read(folder, absent=None):
 
 
 def _step(folder):
-    """The folder that `latest` names, or this one."""
+    """Returns the folder that `latest` names, or this one."""
     if not (folder / "latest").is_file():
         return folder
     name = (folder / "latest").read_text("utf-8", "replace").strip()
@@ -79,7 +82,7 @@ def _step(folder):
 
 
 def _grid(folder):
-    """{(MoE layer, expert): file}"""
+    """Returns {(MoE layer, expert): file}."""
     grid = {}
     for entry in sorted(folder.iterdir()):
         if match := EXPERT.fullmatch(entry.name):
@@ -91,9 +94,10 @@ def _grid(folder):
 
 
 def _check_numbers(numbers, num_experts):
-    """That the numbers in the experts' names are theirs, over all ranks or on ranks of as many experts each.
+    """Checks that the numbers in the experts' names are theirs, over all ranks, or on ranks of equally many experts.
 
-    numbers: {file: (the expert's number in the file's name, that in the names in it)} of one layer."""
+    numbers: of one layer, {file: (the expert's number in the file's name, that in its tensors' names)}.
+    """
     wrong = min(([path for path, (expert, number) in numbers.items() if number != expert % size]
                  for size in range(num_experts, 0, -1) if num_experts % size == 0), key=len, default=[])
     if wrong:
@@ -103,7 +107,7 @@ def _check_numbers(numbers, num_experts):
 
 
 def _read_expert(path, block, moe, expert, tensors, warnings):
-    """Reads one expert's tensors and gives the number in their names: the expert's, or that on its rank."""
+    """Reads one expert's tensors. Returns the number in their names: the expert's, or its number on its rank."""
     number = None
     for name, tensor in pt_reader.read_checkpoint(path).items():
         match = LEAF.fullmatch(name)

@@ -1,5 +1,7 @@
-"""The weights in a folder: a whole file, or shards named by an index or numbered; which of them are read, and what is
-no model of PyTorch's."""
+"""Reads the weights in a folder: a whole file, or shards that an index names or that are numbered.
+
+Decides which of them are read, and refuses what is no model of PyTorch's.
+"""
 
 import re
 from collections import namedtuple
@@ -8,26 +10,28 @@ from colibri.errors import ColibriError
 from converter import pt_reader, safetensors_reader
 from converter.sources import more
 
-# read(file) -> {name: Tensor}. The one that comes first goes before where a folder has both.
+# read(file) returns {name: Tensor}. Where a folder has both formats, the first one is read.
 Format = namedtuple("Format", "stem suffix read")
 FORMATS = (Format("model", ".safetensors", safetensors_reader.read_file),
            Format("pytorch_model", ".bin", pt_reader.read_checkpoint))
 INDEX = ".index.json"
-# One set of weights. name: of its file or index, or with * for a number. absent: of its files, those not there.
+# One set of weights. name: its file or index, or a name with * for a number. absent: those of `files` that are not
+# there.
 Weights = namedtuple("Weights", "format name files absent")
 NUMBERED = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_NAME = re.compile(r"(?:^|\.)(?:base_model\.model\.|lora_)")
-# Suffixes and first bytes of what is no checkpoint of PyTorch's.
+# What is no checkpoint of PyTorch: its suffixes and first bytes.
 FOREIGN = {"a GGUF file": ((".gguf",), b"GGUF"), "an ONNX model": ((".onnx", ".onnx_data"), None),
            "weights of Keras or TensorFlow": ((".h5", ".keras"), b"\x89HDF\r\n\x1a\n"),
            "weights of Flax": ((".msgpack",), None)}
 
 
 def read(folder, absent=None):
-    """({name: Tensor}, lost as in safetensors_reader.read_shards, warnings) of a folder's weights.
+    """Reads a folder's weights. Returns ({name: Tensor}, lost as in safetensors_reader.read_shards, warnings).
 
-    absent: a list for the numbered shards that are not there, which are an error without it."""
+    absent: a list that gets the numbered shards which are not there; without a list, such a shard is an error.
+    """
     chosen = [each for each in (_choose(folder, format) for format in FORMATS) if each]
     if not chosen:
         refuse_foreign(*sorted(folder.iterdir()))
@@ -46,18 +50,18 @@ def read(folder, absent=None):
 
 
 def found(folder):
-    """The Weights of a folder in any format, whole or not."""
+    """Returns the Weights of a folder in every format, whole or not."""
     return [weights for format in FORMATS for weights in _sets(folder, format)]
 
 
 def read_index(path):
-    """({name: Tensor}, lost) of an index and its shards."""
+    """Reads an index and its shards. Returns ({name: Tensor}, lost)."""
     format = next((each for each in FORMATS if path.name == each.stem + each.suffix + INDEX), FORMATS[0])
     return safetensors_reader.read_shards(path, format.read)
 
 
 def _sets(folder, format):
-    """The Weights of one format, whole or not."""
+    """Returns the Weights of one format, whole or not."""
     there = {entry.name for entry in folder.iterdir() if entry.is_file()}
     whole, named, result = format.stem + format.suffix, (), []
     if whole + INDEX in there:
@@ -74,7 +78,7 @@ def _sets(folder, format):
 
 
 def _series(folder, format, matches):
-    """The Weights of numbered shards. They count from 1, or from 0."""
+    """Returns the Weights of numbered shards. They count from 1, or from 0."""
     names, total = {}, matches[0][3]
     for match in matches:
         if int(match[2]) in names:
@@ -93,9 +97,10 @@ def _series(folder, format, matches):
 
 
 def _choose(folder, format):
-    """(Weights to read, those that are not whole and left out) of one format; None where there are none.
+    """Returns (Weights to read, those that are not whole and left out) of one format, or None where there are none.
 
-    Two that are whole, and numbered shards of two totals without an index, are refused: none is known to be meant."""
+    Refuses two that are whole, and numbered shards of two totals without an index: none is known to be meant.
+    """
     found = _sets(folder, format)
     whole = [weights for weights in found if not weights.absent]
     sure = any("*" not in weights.name for weights in whole)
@@ -108,7 +113,7 @@ def _choose(folder, format):
 
 
 def _read(folder, weights, absent):
-    """({name: Tensor}, lost) of one set."""
+    """Reads one set of weights. Returns ({name: Tensor}, lost)."""
     if weights.name.endswith(INDEX):
         return read_index(folder / weights.name)
     if weights.absent and absent is None:
@@ -129,11 +134,11 @@ def _read(folder, weights, absent):
 
 
 def _check_same(folder, weights, tensors, other):
-    """Refuses two formats that hold different models: tensors of one name must be alike in their first rows."""
+    """Refuses two formats that hold different models. Tensors of one name must be alike in their first rows."""
     try:
         others, _ = _read(folder, other, None)
     except ColibriError:
-        return  # it cannot be read, so that there is no choice
+        return  # what cannot be read is not chosen either
     shared = [name for name in tensors if name in others]
     different = next((name for name in shared if _first(tensors[name]) != _first(others[name])), None)
     if different is not None or not shared:
@@ -142,13 +147,13 @@ def _check_same(folder, weights, tensors, other):
 
 
 def _first(tensor):
-    """What tells a tensor from another: dtype, shape and its first row."""
+    """Returns what tells a tensor from another: dtype, shape and its first row."""
     row = tensor.rows(0, min(1, tensor.shape[0])) if tensor.shape else tensor.array()
     return tensor.dtype, tensor.shape, row.tobytes()
 
 
 def refuse_foreign(*paths):
-    """Refuses files of other programs by what they are."""
+    """Refuses files of other programs, and says what they are."""
     for path in paths:
         head = b""
         if path.is_file():
@@ -169,9 +174,9 @@ def refuse_shard(path):
 
 
 def refuse_adapter(path, names=()):
-    """Refuses what changes a model and is none, by its files or by the names of its tensors."""
+    """Refuses an adapter, which changes a model and is none. Its files or the names of its tensors show it."""
     sign = next((name for name in ADAPTER_FILES if path.name == name or (path / name).is_file()), None)
     sign = sign or next((name for name in names if ADAPTER_NAME.search(name)), None)
     if sign:
-        raise ColibriError(f"{path}: a LoRA or other PEFT adapter ({sign[:100]}), expected a whole model; merge it into "
-                           "its base with PEFT's merge_and_unload, save that with save_pretrained, and convert it")
+        raise ColibriError(f"{path}: a LoRA or other PEFT adapter ({sign[:100]}), expected a whole model; merge it "
+                           "into its base with PEFT's merge_and_unload, save that with save_pretrained, and convert it")

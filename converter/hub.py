@@ -1,4 +1,5 @@
-"""Models of the Hugging Face Hub by their id: fetches what the converter reads, or finds it in the Hub's cache."""
+"""Finds models of the Hugging Face Hub by their id: fetches what the converter reads, or finds it in the Hub's cache.
+"""
 
 import glob
 import os
@@ -15,7 +16,7 @@ FILES = (".pt", ".pth", ".bin", ".safetensors", ".json", ".ckpt", *(suffix for s
                                                                     for suffix in suffixes))
 TEXT = ["config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json",
         "added_tokens.json", "chat_template*"]
-# An error of huggingface_hub -> what was got, what was expected, what to do. Derived classes come first.
+# An error of huggingface_hub -> what was found, what was expected, what to do. Derived classes come first.
 ERRORS = {
     "GatedRepoError": ("a gated model", "access to it", "ask for it on the model's page, then run hf auth login"),
     "RepositoryNotFoundError": ("no such path, and no such model on the Hugging Face Hub", "one of them",
@@ -30,7 +31,7 @@ ERRORS = {
 
 
 def resolve(name):
-    """The path that is given, or the folder of the model whose id it is."""
+    """Returns the path that is given, or the folder of the model that has this id."""
     match = ID.fullmatch(str(name))
     if os.path.lexists(name) or not match or Path(name).suffix in FILES:
         return name
@@ -45,20 +46,20 @@ def resolve(name):
         weights = [*folder.glob(f"{format.stem}*{format.suffix}"), *(folder / shard for shard in named)]
         if any(file.exists() for file in [*weights, folder / "adapter_config.json"]):
             return str(folder)
-    raise ColibriError(f"{name}: no model*.safetensors and no pytorch_model*.bin there, or not in the Hub's cache where "
-                       "the Hub is not reached, expected one of them; download them, or name the model itself where "
-                       "this holds GGUF or ONNX files")
+    raise ColibriError(f"{name}: no model*.safetensors and no pytorch_model*.bin there, or not in the Hub's cache "
+                       "where the Hub is not reached, expected one of them; download them, or name the model itself "
+                       "where this holds GGUF or ONNX files")
 
 
 def _fetch(name, model, revision, patterns):
-    """The folder of a revision of a model, its files of these patterns in it."""
+    """Fetches the files of these patterns, and returns the folder of the model's revision."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ColibriError(f"{name}: no such path, and no huggingface_hub to look for that model, expected one of them; "
-                           "pip install huggingface_hub, or git clone the model and name its folder") from None
+        raise ColibriError(f"{name}: no such path, and no huggingface_hub to look for that model, expected one of "
+                           "them; pip install huggingface_hub, or git clone the model and name its folder") from None
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # of the Hub, of its HTTP client, or of the disk

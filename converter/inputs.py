@@ -1,4 +1,4 @@
-"""What a user points the converter at: a file, a Hugging Face folder, a DeepSpeed-MoE folder, or a version 1 .bin."""
+"""Reads what a user points the converter at: a file, an index, a Hugging Face folder or a DeepSpeed-MoE folder."""
 
 from collections import namedtuple
 from pathlib import Path
@@ -6,13 +6,15 @@ from pathlib import Path
 from colibri.errors import ColibriError
 from converter import bin_writer, deepspeed, folders, pt_reader, safetensors_reader, text_files
 
-# tensors: {name: Tensor}. left_out: names that are no part of it. warnings: lines for the user. lost: {tensor name:
-# safetensors_reader.Lost}, an error where the tensor is needed.
+# tensors: {name: Tensor}. left_out: names of what is not used. warnings: lines for the user. lost: {tensor name:
+# safetensors_reader.Lost}; such a tensor is an error where it is needed.
 Input = namedtuple("Input", "tensors left_out warnings lost")
 
 
 def read(path, absent=None):
-    """The Input at `path`. absent: a list for files that are not there, which are an error without it."""
+    """Returns the Input at `path`. absent: a list that gets the files which are not there; without a list they are
+    errors.
+    """
     path, left_out, warnings, lost = Path(path), [], [], {}
     folders.refuse_adapter(path)
     if path.is_dir() and _is_deepspeed(path):
@@ -30,7 +32,9 @@ def read(path, absent=None):
 
 
 def _is_deepspeed(folder):
-    """Whether a folder is a DeepSpeed-MoE checkpoint, and not a Trainer's: weights beside the state of an optimizer."""
+    """Returns whether a folder is a DeepSpeed-MoE checkpoint. A Trainer's weights beside an optimizer's state are not
+    one.
+    """
     if not deepspeed.is_checkpoint(folder):
         return False
     weights, experts = folders.found(folder), deepspeed.has_experts(folder)
@@ -42,7 +46,7 @@ def _is_deepspeed(folder):
 
 
 def check_lost(lost, absent):
-    """Raises why a tensor is lost. absent: a list for the files that are not there, which are an error without it."""
+    """Raises why a tensor is lost. absent: a list that gets the files which are not there, in place of the error."""
     for why in lost.values():
         if why.file is None or absent is None:
             raise why.error
@@ -51,8 +55,11 @@ def check_lost(lost, absent):
 
 
 def is_input(output, checkpoint, config_path):
-    """Whether an existing output is what a conversion reads: the checkpoint, its config and what stands beside that, or
-    whatever is in the checkpoint's folder but a .bin that a conversion made."""
+    """Returns whether an existing output is something that a conversion reads.
+
+    That is the checkpoint, its config and what stands beside that, or whatever is in the checkpoint's folder but a .bin
+    that a conversion made.
+    """
     beside = [Path(config_path).with_name(name) for name in text_files.NAMES] if config_path else []
     if any(file.exists() and output.samefile(file) for file in (checkpoint, Path(config_path or checkpoint), *beside)):
         return True

@@ -1,4 +1,5 @@
-"""What --inspect tells of a checkpoint: what it is, how large it becomes, whether it fits here, and what is missing."""
+"""Makes the report of --inspect: what a checkpoint is, how large it becomes, whether it fits here, and what is missing.
+"""
 
 import json
 import os
@@ -13,13 +14,13 @@ from converter import bin_writer, interleave, rope, sources
 
 
 def inspect(plan, as_json):
-    """The report's text, a table or JSON."""
+    """Returns the report's text, a table or JSON."""
     figures = describe(plan)
     return json.dumps(figures) if as_json else "\n".join(_lines(figures))
 
 
 def describe(plan):
-    """The report as a dict. plan: a Plan of __main__."""
+    """Returns the report as a dict. plan: a Plan of __main__."""
     fields, tensors = plan.fields, plan.input.tensors
     bound = sources.bind(plan.family, tensors, fields, plan.where, sources.MOE if plan.bare else None)
     masked = {**fields, **{name: headers.mask(fields[name]) for name in ("dense_layers", "window_layers")}}
@@ -81,7 +82,7 @@ def _lines(figures):
 
 
 def _state_bytes(fields):
-    """What a library for this model would work in, with one session of the default capacity."""
+    """Returns the bytes that a library for this model works in, with one session of the default capacity."""
     baked = headers.default().structs["Config"].names
     own = headers.Headers({name: fields[name] for name in baked if name in fields})
     return sum(buffer.rows * buffer.columns * buffer.dtype.itemsize
@@ -89,7 +90,7 @@ def _state_bytes(fields):
 
 
 def _memory_bytes():
-    """The machine's memory, or a container's part of it."""
+    """Returns the machine's memory, or a container's part of it."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as file:
         limits.append(int(file.read()))
@@ -97,7 +98,7 @@ def _memory_bytes():
 
 
 def _gpu_bytes():
-    """The first GPU's memory by its driver's own tool; None where there is none."""
+    """Returns the first GPU's memory as its driver's own tool gives it, or None where there is none."""
     tool = shutil.which("nvidia-smi")
     if not tool:
         return None

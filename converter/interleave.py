@@ -1,4 +1,4 @@
-"""The stored form of a matrix: the final dtype, in panels [row panel][expert][column][64 rows] (native/format.h).
+"""Makes the stored form of a matrix: its final dtype, in panels [row panel][expert][column][64 rows] (native/panels.h).
 
 Panels are made in the order of the file, 64 rows of one expert at a time, so memory does not grow with the model.
 """
@@ -7,12 +7,12 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.quantized import MXFP4, SCALED_FP8
+from converter.tensor import MXFP4, SCALED_FP8
 
 PANEL_ROWS = headers.default().constants["PANEL_ROWS"]
 GATE_GROUP = headers.default().constants["GATE_GROUP"]
 NUMPY_DTYPES = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}  # bf16 as its bits
-# What rows of each dtype come as, and what --dtype keep makes of it.
+# The dtype in which rows of each checkpoint dtype arrive, and the one that --dtype keep stores.
 NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", SCALED_FP8: "f64", MXFP4: "f64"}
 KEPT = {**NAMES, "float64": "f32", SCALED_FP8: "bf16", MXFP4: "bf16"}
 LARGEST = {"f16": "65504", "bf16": "3.39e38", "f32": "3.4e38"}
@@ -21,8 +21,8 @@ LARGEST = {"f16": "65504", "bf16": "3.39e38", "f32": "3.4e38"}
 def panels(experts, dtype, gated):
     """Yields the stored matrix as arrays [columns, 64 rows] in the file's order: each panel, expert by expert.
 
-    experts: one list of parts for each expert, Tensors [rows, columns]: stacked, or (gate, up) when gated.
-    dtype: f32, f16 or bf16. ColibriError, naming tensor and value, on NaN, inf and overflow.
+    experts: a list of Tensors [rows, columns] for each expert, which are stacked, or (gate, up) when gated. dtype: f32,
+    f16 or bf16. ColibriError names tensor and value on NaN, infinity and overflow.
     """
     rows, columns = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
     panel = np.zeros((PANEL_ROWS, columns), NUMPY_DTYPES[dtype])
@@ -38,14 +38,14 @@ def panels(experts, dtype, gated):
 
 
 def vector(experts):
-    """Yields a vector's parts as float32, checked like a matrix: those of each expert, one expert after another."""
+    """Yields a vector's parts as float32, checked like a matrix, one expert after another."""
     for parts in experts:
         for tensor in parts:
             yield np.ascontiguousarray(converted(tensor, 0, tensor.shape[0], "f32"))
 
 
 def _stacked_pieces(parts, first):
-    """(row in the panel, tensor, start, stop): where the panel's rows from `first` on come from."""
+    """Yields (row in the panel, tensor, start, stop): where the panel's rows from `first` on come from."""
     offset = 0
     for tensor in parts:
         start, stop = max(first - offset, 0), min(first + PANEL_ROWS - offset, tensor.shape[0])
@@ -55,6 +55,7 @@ def _stacked_pieces(parts, first):
 
 
 def _gated_pieces(parts, first):
+    """Yields the same for a gated matrix, in which groups of gate and up rows alternate."""
     for row in range(0, PANEL_ROWS, 2 * GATE_GROUP):
         start = (first + row) // 2
         for half, tensor in enumerate(parts):
@@ -64,7 +65,7 @@ def _gated_pieces(parts, first):
 
 
 def transposed(panel):
-    """A copy of panel.T, contiguous. Groups of columns move as 8-byte words first, which is twice as fast."""
+    """Returns a contiguous copy of panel.T. Moves groups of columns as 8-byte words first, which is twice as fast."""
     rows, columns = panel.shape
     group = 8 // panel.itemsize
     if columns % group:
@@ -75,7 +76,7 @@ def transposed(panel):
 
 
 def converted(tensor, start, stop, dtype):
-    """Rows start..stop of a tensor in `dtype`, rounded to nearest, ties to even."""
+    """Returns rows start..stop of a tensor in `dtype`, rounded to nearest, ties to even."""
     source = NAMES[tensor.dtype]
     rows = tensor.rows(start, stop)
     if not _finite(rows, source):
@@ -93,8 +94,11 @@ def converted(tensor, start, stop, dtype):
 
 
 def _finite(values, dtype):
-    """Whether no value is NaN or inf, that is, has all exponent bits set. Two maxima of integers are the fast test: of
-    all bits, which negative ones win, and of signed ones."""
+    """Returns whether no value is NaN or infinite, that is, has all exponent bits set.
+
+    Two maxima of integers tell that quickly. Among unsigned integers the largest is a negative number, if there is one;
+    among signed integers it is a positive number.
+    """
     bits, signed, inf = {"f16": (np.uint16, np.int16, 0x7C00), "bf16": (np.uint16, np.int16, 0x7F80),
                          "f32": (np.uint32, np.int32, 0x7F800000),
                          "f64": (np.uint64, np.int64, 0x7FF0000000000000)}[dtype]
@@ -103,7 +107,7 @@ def _finite(values, dtype):
 
 
 def _widened(values, dtype):
-    """As float32, or float64 from f64."""
+    """Returns values as float32, or those of f64 as float64."""
     if dtype == "bf16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values if dtype == "f64" else values.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Maps a checkpoint's files. One that is cut off while it is read is an error, not the end of the process by SIGBUS."""
+"""Maps a checkpoint's files. A file that is cut off while it is read is an error; SIGBUS does not end the process."""
 
 import ctypes
 import mmap
@@ -10,20 +10,20 @@ import numpy as np
 
 from colibri.errors import ColibriError
 
-PROT_READ, MAP_FIXED = 1, 16  # which Python's mmap does not name; Linux has one value of each on all machines
+PROT_READ, MAP_FIXED = 1, 16  # Python's mmap lacks these; Linux has the same values on all machines
 LIBC = ctypes.PyDLL(None)
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
 class Mapped:
-    """What is known of a mapped file: its name, its address, and how many bytes from there are not filled."""
+    """Keeps a mapped file's name, its address, and how many bytes from there are not filled with zeros."""
 
     def __init__(self, path, data):
         self.path, self.address, self.present = path, np.frombuffer(data, np.uint8).ctypes.data, len(data)
 
     def fill(self, data):
-        """Puts pages of zeros where the file no longer is. Whether there was such a place."""
+        """Puts pages of zeros where the file no longer is. Returns whether there was such a place."""
         start = -(-data.size() // mmap.PAGESIZE) * mmap.PAGESIZE
         if start >= self.present:
             return False
@@ -38,14 +38,14 @@ _mapped = weakref.WeakKeyDictionary()
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _on_fault(_):
-    """Runs in the middle of the access that failed, which reads zeros afterwards; the next check tells why."""
+    """Runs in the middle of the access that failed, which reads zeros afterwards. The next check tells why."""
     if not any(mapped.fill(data) for data, mapped in _mapped.items()):
         os.write(2, b"checkpoint: a part of it cannot be read, expected a disk that works; look at dmesg\n")
         os._exit(2)
 
 
 def map_file(path):
-    """The file as a read-only mmap."""
+    """Returns a file as a read-only mmap."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ColibriError(f"{path}: {'a directory' if os.path.isdir(path) else 'not a regular file'}, expected a "
                            "checkpoint file; name the file itself")
@@ -63,18 +63,18 @@ def map_file(path):
 
 
 def forget():
-    """Before a conversion: the files of one before it, which may still be mapped where that failed, are not its own."""
+    """Forgets the files of an earlier conversion, which stay mapped where that failed. Called before a conversion."""
     _mapped.clear()
 
 
 def check_size(data, where):
-    """Refuses a file that was cut off after it was mapped: zeros may have been read in place of what is gone."""
+    """Refuses a file that was cut off after it was mapped, since zeros may have been read in place of what is gone."""
     if isinstance(data, mmap.mmap) and data.size() < len(data):
         raise ColibriError(f"{where}: the file shrank to {data.size()} bytes while it was read, expected {len(data)}; "
                            "convert again when nothing writes to it")
 
 
 def check_sizes():
-    """check_size for all that is mapped, when all has been read."""
+    """Checks the size of every mapped file, when all has been read."""
     for data, mapped in _mapped.items():
         check_size(data, mapped.path)

@@ -1,4 +1,4 @@
-"""What a checkpoint's pickle may name: how torch rebuilds its tensors, and the metadata of training, which is dropped.
+"""Lists what a checkpoint's pickle may name: how torch rebuilds tensors, and metadata of training, which is dropped.
 
 Each name stands for an inert token. Nothing is imported, and a call is a few steps here, whatever its arguments are.
 """
@@ -10,7 +10,8 @@ from converter.zip_reader import shown
 MAX_METADATA = 16  # keys of a tensor's metadata, more than torch writes
 
 StorageRef = namedtuple("StorageRef", "dtype key numel view_offset view_numel")
-# problem: why it cannot be read, or None. negated: the tensor is minus what its storage holds.
+# A tensor as the pickle describes it. problem: why it cannot be read, or None. negated: its numbers are minus those of
+# its storage.
 Rebuilt = namedtuple("Rebuilt", "problem storage offset shape strides dtype negated", defaults=[None] * 5 + [False])
 Opaque = namedtuple("Opaque", "what")  # an object whose contents are dropped
 StorageType = namedtuple("StorageType", "dtype")
@@ -28,25 +29,25 @@ STORAGES = {"FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
           "uint64", "bool", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
           "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "qint8", "quint8", "qint32", "quint4x2", "quint2x4")
-# The classes that a plain tensor may be of, and other constants of torch.
+# The classes of plain tensors, and other constants of torch.
 TENSOR_CLASSES = {("torch", "Tensor"), ("torch._tensor", "Tensor"), ("torch.nn.parameter", "Parameter"),
                   ("torch.nn.parameter", "Buffer")}
 CONSTANTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "per_tensor_affine",
              "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams")
-# How torch writes tensors that are no plain block of numbers.
+# Functions of torch that rebuild what is no plain block of numbers.
 PROBLEMS = {"_rebuild_meta_tensor_no_storage": "a meta tensor", "_rebuild_qtensor": "a quantized tensor",
             "_rebuild_sparse_tensor": "a sparse tensor", "_rebuild_sparse_csr_tensor": "a sparse tensor",
             "_rebuild_nested_tensor": "a nested tensor", "_rebuild_wrapper_subclass": "a tensor subclass",
             "_rebuild_device_tensor_from_numpy": "a tensor of another device",
             "_rebuild_xla_tensor": "a tensor of another device"}
 
-# Python 2's modules, and those that have moved, by their names of today or yesterday.
+# Modules of Python 2, and modules that have moved -> the names used here.
 MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib",
            "numpy._core.multiarray": "numpy.core.multiarray", "numpy._core.numeric": "numpy.core.numeric",
            "lightning.fabric.utilities.data": "lightning_fabric.utilities.data",
            "lightning.pytorch.callbacks.model_checkpoint": "pytorch_lightning.callbacks.model_checkpoint",
            "lightning.pytorch.callbacks.early_stopping": "pytorch_lightning.callbacks.early_stopping"}
-# Classes, and functions that make an object, of which none can hold the model: all of an object is dropped.
+# Classes, and functions that make an object. No such object can hold the model, so each is dropped whole.
 DROPPED = {
     "_codecs": "encode", "_io": "BytesIO StringIO", "argparse": "Namespace", "collections": "Counter deque",
     "builtins": "Ellipsis bool bytearray bytes complex float frozenset int list long object range set slice str "
@@ -82,12 +83,12 @@ TENSOR, OBJECT, NUMPY_ARRAY = Inert("Tensor"), Opaque("an object"), Opaque("a nu
 
 
 def token(module, name):
-    """The token of a name, or None where it is not on the list."""
+    """Returns the token of a name, or None where it is not on the list."""
     return ALLOWED.get((MODULES.get(module, module), name))
 
 
 def key_of(key):
-    """A dict key that is cheap to hash: a tuple could be a tower of shared tuples."""
+    """Returns a dict key that is cheap to hash. A tuple is replaced: it could be a tower of shared tuples."""
     return key if type(key) in (str, int, float, bool, bytes, type(None)) else object()
 
 
@@ -106,7 +107,7 @@ def _tensor_v3(storage, offset, shape, strides, requires_grad, hooks, dtype, met
 
 
 def _with_bits(rebuilt, metadata):
-    """The tensor under its metadata, {"neg": True} where it is a view that negates its storage."""
+    """Returns the tensor as its metadata has it: {"neg": True} makes it a view that negates its storage."""
     if metadata is None:
         return rebuilt
     if type(metadata) is not dict or len(metadata) > MAX_METADATA:
@@ -125,7 +126,7 @@ def _parameter(data, *rest):
 
 
 def instance(kind, *arguments):
-    """An empty instance of a class. One of a dict has its items later, never among the arguments."""
+    """Returns an empty instance of a class. That of a dict gets its items later, never by arguments."""
     if type(kind) is not Class or kind.build is dict and any(type(a) in (dict, list, tuple) for a in arguments):
         raise TypeError
     return kind.build()

@@ -14,23 +14,27 @@ from converter.pickle_names import Class, Function, Opaque, Rebuilt, StorageRef,
 from converter.zip_reader import shown
 
 MAX_LONG_BYTES = 255
-MAX_ARGUMENTS = 16  # of a call, more than any of the list takes
+MAX_ARGUMENTS = 16  # of a call; no function on the list takes as many
 NEWOBJ, NEWOBJ_EX = 0x81, 0x92
 MARK = object()
 
 
 class PickleReader:
-    """One pickle in `data` from `position` on; after load(), `position` is behind its STOP, and `storages` has each
-    StorageRef of it, those in dropped objects too."""
+    """Reads one pickle in `data`, from `position` on.
+
+    After load(), `position` is behind its STOP, and `storages` has each StorageRef of it, those in dropped objects too.
+    """
 
     def __init__(self, data, where, position=0, max_opcodes=2_000_000):
-        """where: names the pickle in errors. max_opcodes: bounds time and memory, which grow with each opcode, or
-        with what an opcode charges."""
+        """Takes the bytes. `where` names the pickle in errors.
+
+        max_opcodes: bounds time and memory, which grow with each opcode, or with what an opcode charges.
+        """
         self.data, self.where, self.position, self.max_opcodes = data, where, position, max_opcodes
         self.stack, self.memo, self.storages, self.charged = [], {}, [], 0
 
     def load(self):
-        """The pickled value; ColibriError on anything that is corrupt or not on the allow-list."""
+        """Returns the pickled value. Raises ColibriError on anything that is corrupt or not on the allow-list."""
         try:
             while True:
                 self._charge(1)
@@ -104,7 +108,7 @@ class PickleReader:
             self.stack[-1].extend(values)
 
     def _holds(self, kind):
-        """Whether the top is of a kind that takes items; an object whose contents are dropped takes none."""
+        """Returns whether the top takes items of a kind. An object whose contents are dropped takes none."""
         if type(self.stack[-1]) not in (kind, Opaque):
             raise TypeError
         return type(self.stack[-1]) is kind
@@ -158,7 +162,7 @@ class PickleReader:
         self.stack.append(pickle_names.instance(kind, *arguments, keywords or None))
 
     def _build(self):
-        state = self._pop()  # of a dict (_metadata): not weights
+        state = self._pop()  # a dict's state (_metadata) is not weights
         if type(self.stack[-1]) is Rebuilt:
             if self._with_attributes(self.stack[-1], state) is not self.stack[-1]:
                 raise TypeError  # no torch of today writes this
@@ -166,7 +170,7 @@ class PickleReader:
             raise TypeError
 
     def _with_attributes(self, rebuilt, state):
-        """A tensor that has Python attributes: itself, or a problem where one of them could stand for its numbers."""
+        """Returns a tensor that has Python attributes, or a problem where one of them could stand for its numbers."""
         if type(rebuilt) is not Rebuilt:
             raise TypeError
         if rebuilt.problem:

@@ -1,189 +1,36 @@
-"""Reads a PyTorch checkpoint without PyTorch: lazy tensors over the mapped file, nothing executed or copied."""
+"""Reads a PyTorch checkpoint without PyTorch. Tensors are lazy over the mapped file; nothing is executed or copied."""
 
-import mmap
 import struct
-import tempfile
 import zlib
 from collections import deque
 
 import numpy as np
 
 from colibri.errors import ColibriError
-from converter.mapped import check_size, map_file
+from converter.mapped import map_file
 from converter.pickle_names import NUMPY_ARRAY, Rebuilt, StorageRef
 from converter.pickle_reader import PickleReader
-from converter.zip_reader import DEFLATED, read_directory, shown
+from converter.tensor import NUMPY_DTYPES, NegatedStorage, Storage, Tensor
+from converter.zip_reader import DEFLATED, DeflatedStorage, inflate, read_directory, shown
 
 MAX_PICKLE_BYTES = 64 << 20
-MAX_EXPANDED_BYTES = 1 << 30  # of a tensor with more elements than its storage (stride 0)
+MAX_EXPANDED_BYTES = 1 << 30  # of a tensor that has more elements than its storage (stride 0)
 MAX_RANK = 32
 MAX_NAME = 500  # characters of a name in dicts within dicts
-WINDOW_BYTES = 32 << 20  # mapped input read before its pages are dropped
-CRC_BYTES = 8 << 20
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # behind the protocol, and from protocol 4 on a frame's size
 WRAPPERS = ("model", "module", "state_dict", "model_state_dict")
-# The numpy dtype that holds each torch dtype; those that numpy lacks are held as their bits.
-NUMPY_DTYPES = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4",
-                "int16": "<i2", "int8": "i1", "uint8": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8",
-                "bool": "?", "complex64": "<c8", "complex128": "<c16", "float8_e4m3fn": "u1", "float8_e5m2": "u1",
-                "float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1", "float8_e8m0fnu": "u1"}
 ITEM_BYTES = {**{name: np.dtype(dtype).itemsize for name, dtype in NUMPY_DTYPES.items()},
               "qint8": 1, "quint8": 1, "qint32": 4}
-# The bits of a number whose uppermost is its sign.
+# dtype -> an integer for its bits, whose uppermost is the sign.
 SIGNED_BITS = {"float16": "<u2", "bfloat16": "<u2", "float32": "<u4", "float64": "<u8", "complex64": "<u4",
                "complex128": "<u8"}
 
 
-class Storage:
-    """The bytes of one storage. Bytes are handed out only after the checksum has passed over them, in order."""
-
-    def __init__(self, where, mapping, offset, num_bytes, crc32=None):
-        """where: file and record for errors. crc32: of all bytes; None where the container has none."""
-        self.where, self.mapping, self.offset, self.bytes, self.crc32 = where, mapping, offset, num_bytes, crc32
-        self.checked, self.crc, self.touched = 0, 0, 0
-
-    def bytes_at(self, start, stop):
-        """(buffer, offset of byte `start` in it)."""
-        check_size(self.mapping, self.where)
-        self.check(stop)
-        return self.mapping, self.offset + start
-
-    def check(self, stop=None):
-        """Carries the checksum on to byte `stop`, or to the end, where it must be right."""
-        stop = self.bytes if stop is None else stop
-        if self.crc32 is None or self.checked >= stop:
-            return
-        view = memoryview(self.mapping)
-        while self.checked < stop:
-            check_size(self.mapping, self.where)
-            step = min(CRC_BYTES, stop - self.checked)
-            start = self.offset + self.checked
-            self.crc = zlib.crc32(view[start:start + step], self.crc)
-            self.checked += step
-            if step == CRC_BYTES:
-                self.drop(step)
-        if self.checked == self.bytes and self.crc != self.crc32:
-            raise ColibriError(f"{self.where}: CRC-32={self.crc:08x}, expected {self.crc32:08x}; the file is damaged, "
-                               "download or save the checkpoint again")
-
-    def drop(self, num_bytes):
-        """Counts bytes as read, and gives the mapped pages back each WINDOW_BYTES."""
-        self.touched += num_bytes
-        if self.touched >= WINDOW_BYTES:
-            self.mapping.madvise(mmap.MADV_DONTNEED)
-            self.touched = 0
-
-
-class DeflatedStorage(Storage):
-    """A compressed record: inflated on first use into an unnamed file, so that it costs no anonymous memory."""
-
-    def __init__(self, where, mapping, record, crc32):
-        super().__init__(where, None, 0, record.bytes, crc32)
-        self.source, self.record = mapping, record
-
-    def bytes_at(self, start, stop):
-        if self.mapping is None:
-            self.mapping = self._inflate()
-        return super().bytes_at(start, stop)
-
-    def check(self, stop=None):
-        if self.mapping is None and self.bytes:
-            self.mapping = self._inflate()
-        super().check(stop)
-
-    def _inflate(self):
-        try:
-            with tempfile.TemporaryFile() as file:
-                for piece in inflate(self.source, self.record, self.where):
-                    file.write(piece)
-                file.flush()
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ColibriError(f"{tempfile.tempdir or 'TMPDIR'}: {error.strerror}, expected room for {self.bytes} "
-                               f"bytes inflated from {self.where}; set TMPDIR to a directory with space") from None
-
-
-class NegatedStorage:
-    """A storage as the tensors with torch's negative bit show it: each number's sign is turned as it is read."""
-
-    def __init__(self, storage, dtype):
-        self.storage, self.where, self.bytes, self.bits = storage, storage.where, storage.bytes, np.dtype(dtype)
-
-    def bytes_at(self, start, stop):
-        buffer, offset = self.storage.bytes_at(start, stop)
-        numbers = np.frombuffer(buffer, self.bits, (stop - start) // self.bits.itemsize, offset)
-        return numbers ^ self.bits.type(1 << (8 * self.bits.itemsize - 1)), 0
-
-    def check(self, stop=None):
-        self.storage.check(stop)
-
-    def drop(self, num_bytes):
-        self.storage.drop(num_bytes)
-
-
-def inflate(data, record, where):
-    """Yields a deflated record's bytes in pieces, never more than the directory states."""
-    engine, left = zlib.decompressobj(-15), record.bytes
-    try:
-        for start in range(record.offset, record.offset + record.stored_bytes, 1 << 20):
-            check_size(data, where)
-            piece = data[start:min(start + (1 << 20), record.offset + record.stored_bytes)]
-            inflated, limit = b"", 0
-            while piece or len(inflated) == limit:  # a full answer: the engine may hold more
-                limit = min(CRC_BYTES, left + 1)
-                inflated = engine.decompress(piece, limit)
-                left -= len(inflated)
-                if left < 0:
-                    raise ColibriError(f"{where}: inflates to more than {record.bytes} bytes, expected that many; "
-                                       "download or save the checkpoint again")
-                yield inflated
-                piece = engine.unconsumed_tail
-    except zlib.error:
-        raise ColibriError(f"{where}: corrupt deflated data; download or save the checkpoint again") from None
-    if left or not engine.eof:
-        raise ColibriError(f"{where}: inflates to {record.bytes - left} bytes, expected {record.bytes}; "
-                           "download or save the checkpoint again")
-
-
-class Tensor:
-    """One named tensor: dtype (torch's name), shape, and its numbers as numpy views of the mapped file.
-
-    bfloat16 comes as uint16 bits, float8 as uint8 bits.
-    """
-
-    def __init__(self, name, dtype, shape, strides, storage, offset):
-        """strides: in elements. offset: of the first element, in bytes from the storage's start."""
-        self.name, self.dtype, self.shape, self.strides = name, dtype, shape, strides
-        self.storage, self.offset = storage, offset
-        self.numpy_dtype = np.dtype(NUMPY_DTYPES[dtype])
-
-    def rows(self, start, stop):
-        """Rows start..stop of the first dimension, read-only, not copied."""
-        return self._view((stop - start, *self.shape[1:]), start * self.strides[0])
-
-    def array(self):
-        """The whole tensor, read-only, not copied; its storage is checked to the end."""
-        array = self._view(self.shape, 0)
-        self.storage.check()
-        return array
-
-    def drop(self, num_bytes):
-        """Tells that so many bytes of views have been used and may leave memory."""
-        self.storage.drop(num_bytes)
-
-    def _view(self, shape, first):
-        item = self.numpy_dtype.itemsize
-        if 0 in shape:
-            return np.empty(shape, self.numpy_dtype)
-        start = self.offset + first * item
-        stop = start + item + item * sum((size - 1) * stride for size, stride in zip(shape, self.strides))
-        buffer, offset = self.storage.bytes_at(start, stop)
-        return np.ndarray(shape, self.numpy_dtype, buffer, offset, [stride * item for stride in self.strides])
-
-
 def read_checkpoint(path):
-    """{name: Tensor} of the checkpoint, in its order. Tensors are checked against their storages here, their bytes
-    when they are read. Raises ColibriError, naming the file and the cause."""
+    """Reads a checkpoint as {name: Tensor}, in its order.
+
+    Tensors are checked against their storages here, their bytes when they are read. ColibriError names file and cause.
+    """
     data = map_file(path)
     if data[:4] == b"PK\3\4":
         value, storages = _read_zip(data, path)
@@ -212,7 +59,7 @@ def _foreign(data):
 
 
 def _read_zip(data, path):
-    """(pickled value, {key: Storage}) of a zip checkpoint."""
+    """Returns (pickled value, {key: Storage}) of a zip checkpoint."""
     records = read_directory(data, path)
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if any(name.endswith("/constants.pkl") or "/code/" in name for name in records):
@@ -241,7 +88,7 @@ def _read_zip(data, path):
 
 
 def _contents(data, record, path, has_crc):
-    """A small record's bytes, checked; None when there is no such record."""
+    """Returns a small record's bytes, checked, or None when there is no such record."""
     if record is None:
         return None
     where = f"{path}: {record.name.rsplit('/', 1)[1]}"
@@ -257,7 +104,10 @@ def _contents(data, record, path, has_crc):
 
 
 def _read_legacy(data, path):
-    """(pickled value, {key: Storage}) of the format before torch 1.6: five pickles, then each storage's count, data."""
+    """Returns (pickled value, {key: Storage}) of the format before torch 1.6.
+
+    The file is five pickles, then the number of items and the data of each storage.
+    """
     head, position, values, items = data[:MAX_PICKLE_BYTES], 0, [], {}
     for name in ("magic", "protocol", "system info", "object", "storage keys"):
         reader = PickleReader(head, f"{path}: {name}", position)
@@ -282,8 +132,10 @@ def _read_legacy(data, path):
 
 
 def _named_tensors(value, path):
-    """The state dict in a pickled value: the value itself, or what one of WRAPPERS holds. What else stands beside that,
-    such as an optimizer's state or averaged weights, is no part of it."""
+    """Returns the state dict in a pickled value: the value itself, or what one of WRAPPERS holds.
+
+    What else stands beside it, such as an optimizer's state or averaged weights, is left out.
+    """
     for depth in range(4):
         if type(value) is not dict:
             break
@@ -306,12 +158,12 @@ def _named_tensors(value, path):
 
 
 def _is_metadata(key, tensor):
-    """Whether a tensor beside the model is a counter, a generator's state or the like, by its name and shape."""
+    """Returns whether a tensor beside the model looks like a counter, a generator's state or the like."""
     return "." not in key and (type(tensor.shape) is not tuple or len(tensor.shape) < 2)
 
 
 def _has_tensors(value):
-    """Whether there are tensors in dicts within dicts; each is visited once."""
+    """Returns whether there are tensors in dicts within dicts. Visits each dict once."""
     seen, queue = set(), [value]
     while queue:
         item = queue.pop()
@@ -324,7 +176,7 @@ def _has_tensors(value):
 
 
 def _flattened(value, path):
-    """A wrapped state dict with the entries of dicts in it under dotted names; each dict is visited once."""
+    """Returns a wrapped state dict with the entries of dicts in it under dotted names. Visits each dict once."""
     result, seen, queue = {}, set(), deque([("", value)])
     while queue:
         prefix, item = queue.popleft()
@@ -346,7 +198,7 @@ def _flattened(value, path):
 
 
 def _check_others(named, path):
-    """That what has a parameter's name, one with a dot, is not numbers of another kind, which would be left out."""
+    """Refuses numbers of another kind under a parameter's name, one with a dot, since they would be left out."""
     for name, item in named.items():
         first = item[0] if type(item) in (list, tuple) and item else item
         if type(name) is str and "." in name and (first is NUMPY_ARRAY or type(first) is StorageRef or (
@@ -357,7 +209,7 @@ def _check_others(named, path):
 
 
 def _resolve(rebuilt, name, storages, path):
-    """A Rebuilt description, every number of it checked, as a Tensor."""
+    """Turns a Rebuilt description into a Tensor, with every number of it checked."""
     where = f"{path}: {shown(name)}"
     if rebuilt.problem:
         raise ColibriError(f"{where}: {rebuilt.problem}, expected a plain tensor; save it dense and materialised")
@@ -393,7 +245,7 @@ def _resolve(rebuilt, name, storages, path):
 
 
 def _storage(ref, storages, path):
-    """(Storage, first byte, bytes) of what a tensor may use; ref's size must be the record's."""
+    """Returns (Storage, first byte, number of bytes) that a tensor may use. Checks that the record has ref's size."""
     if ref.key not in storages:
         raise ColibriError(f"{path}: missing storage data/{shown(ref.key)}, expected it in the file; save or "
                            "download it again")

@@ -1,51 +1,21 @@
-"""fp8 and MXFP4 matrices with their scales, decoded a few rows at a time to exact products, which are rounded once."""
+"""Decodes fp8 and MXFP4 matrices with their scales, a few rows at a time. Products are exact, and are rounded once."""
 
 import numpy as np
 
 from colibri.errors import ColibriError
+from converter.tensor import MXFP4, SCALED_FP8, Decoded
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FP4 = np.concatenate([FP4, -FP4])
-MXFP4_GROUP = 32  # columns of one scale, a power of two
+MXFP4_GROUP = 32  # columns that share a scale, which is a power of two
 SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-SCALED_FP8, MXFP4 = "scaled fp8", "mxfp4"  # the dtype of a matrix with its scales
-
-
-class Decoded:
-    """A Tensor whose rows are decoded on demand to float64, which holds each product of a value and its scale exactly.
-
-    It is [experts, rows, columns] or [rows, columns], or one row of these.
-    """
-
-    def __init__(self, source, dtype, shape, decode, first=0, step=1):
-        """source: the Tensor that names it. decode: row numbers, counted over all experts -> float64 rows."""
-        self.source, self.dtype, self.shape, self.decode = source, dtype, shape, decode
-        self.first, self.step = first, step
-        self.name, self.storage, self.numpy_dtype = source.name, source.storage, source.numpy_dtype
-
-    def rows(self, start, stop):
-        with np.errstate(invalid="ignore"):  # 0 times inf is NaN, which is refused when it is written
-            if len(self.shape) == 1:
-                return self.decode(np.array([self.first]))[0, start:stop]
-            return self.decode(self.first + self.step * np.arange(start, stop))
-
-    def drop(self, num_bytes):
-        self.source.drop(num_bytes)
-
-    def take(self, start, count, step):
-        return self._part((count, self.shape[1]), start, step)
-
-    def index(self, i):
-        return self._part(self.shape[1:], i * (self.shape[1] if len(self.shape) == 3 else 1), 1)
-
-    def _part(self, shape, start, step):
-        return Decoded(self.source, self.dtype, shape, self.decode, self.first + self.step * start, self.step * step)
 
 
 def decoded(tensors, block, where):
-    """`tensors` with each quantized matrix and its scales as one Decoded, under the matrix's name.
+    """Returns `tensors` with each quantized matrix and its scales as one Decoded, under the matrix's name.
 
-    block: rows and columns of one fp8 scale."""
+    block: how many rows and columns share one fp8 scale.
+    """
     result = {}
     for name, tensor in tensors.items():
         if name + SCALE_INV in tensors:
@@ -59,7 +29,8 @@ def decoded(tensors, block, where):
 
 
 def _fp8(tensor, scale, block, where):
-    """A matrix of one expert, or of all, with one scale for each block of rows and columns."""
+    """Returns the Decoded of an fp8 matrix, of one expert or of all, with a scale for each block of rows and columns.
+    """
     *experts, rows, columns = tensor.shape if len(tensor.shape) in (2, 3) else (0, 0)
     row_blocks, column_blocks = -(-rows // block[0]), -(-columns // block[1])
     expected = (*experts, row_blocks, column_blocks)
@@ -93,12 +64,12 @@ def _mxfp4(blocks, scales, where):
 
 
 def e8m0(bits):
-    """The values of float8_e8m0fnu: powers of two, and NaN."""
+    """Returns the values of float8_e8m0fnu: powers of two, and NaN."""
     return np.where(bits == 255, np.nan, np.ldexp(1.0, bits.astype(np.int32) - 127))
 
 
 def e4m3_values():
-    """The 256 values of float8_e4m3fn by their bits."""
+    """Returns the 256 values of float8_e4m3fn, by their bits."""
     bits = np.arange(256)
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))

@@ -1,6 +1,7 @@
-"""All kinds of rotary embedding as one vector of frequencies, one a pair of dimensions, and a factor of cos and sin.
+"""Turns all kinds of rotary embedding into frequencies, one a pair of dimensions, and a factor of cos and sin.
 
-Longrope has two of each, by a sequence's length; dynamic NTK has a factor by which a length changes its frequencies."""
+Longrope has two of each, by a sequence's length. Dynamic NTK has a factor by which a length changes its frequencies.
+"""
 
 import math
 
@@ -12,8 +13,8 @@ from converter.values import Values
 
 CODES = headers.default().constants
 MAX_HEAD_DIM = CODES["MAX_HEAD_DIM"]
-TENSORS = ("rope_frequencies", "rope_long_frequencies")  # that are made here, and in no checkpoint
-# rope_type -> what it may bring along; another kind, or another field, is refused.
+TENSORS = ("rope_frequencies", "rope_long_frequencies")  # made here; no checkpoint has them
+# rope_type -> the fields that it may have. Another type, or another field, is refused.
 KNOWN = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
          "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"),
          "longrope": ("factor", "attention_factor", "short_factor", "long_factor"), "dynamic": ("factor",)}
@@ -21,12 +22,13 @@ MSCALES = ("short_mscale", "long_mscale")  # attention factors of longrope, in f
 
 
 def rope(c, dim, theta, partial, mscales=False):
-    """The header's fields of rope, and TENSORS.
+    """Returns the header's fields of rotary embedding, and TENSORS.
 
-    partial: its default; None where the family has none. mscales: whether the family's longrope has MSCALES.
+    partial: the default of partial_rotary_factor, or None where the family has none. mscales: whether the family's
+    longrope has MSCALES.
     """
     given = c.get("rope_scaling|rope_parameters", dict, {})
-    p = Values({key: "longrope" if key in ("rope_type", "type") and value == "su" else value  # su is its older name
+    p = Values({key: "longrope" if key in ("rope_type", "type") and value == "su" else value  # su: its older name
                 for key, value in given.items() if value is not None}, f"{c.where}: rope_parameters")
     kind = p.get("rope_type|type", str, "default")
     theta = in_either(c, p, "rope_theta", float, theta)
@@ -54,7 +56,8 @@ def rope(c, dim, theta, partial, mscales=False):
 
 
 def scaling(c, p, kind, powers, theta, mscales):
-    """The fields in which a kind is not the default one. powers: of theta, 1 / the default frequencies."""
+    """Returns the fields in which a kind differs from the default one. powers: of theta, 1 / the default frequencies.
+    """
     longest = c.need("max_position_embeddings|max_seq_len")
     given = in_either(c, p, "original_max_position_embeddings", int)
     original = longest if given is None else given
@@ -77,7 +80,7 @@ def scaling(c, p, kind, powers, theta, mscales):
 
 
 def in_either(c, p, key, kind, default=None):
-    """A value that may stand in the config, in its rope_parameters, or alike in both."""
+    """Returns a value that may stand in the config, in its rope_parameters, or alike in both."""
     outer, inner = c.get(key, kind), p.get(key, kind)
     if None not in (outer, inner) and outer != inner:
         raise c.bad(key, outer, f"{inner} as in rope_parameters")
@@ -85,7 +88,7 @@ def in_either(c, p, key, kind, default=None):
 
 
 def longrope(p, powers, original, longest, mscales):
-    """Frequencies and attention factors up to the original length, and beyond it."""
+    """Returns frequencies and attention factors, up to the original length and beyond it."""
     if original is None:
         original = p.need("original_max_position_embeddings")
     if original < 2:
@@ -101,7 +104,7 @@ def longrope(p, powers, original, longest, mscales):
 
 
 def factors(p, name, count):
-    """One of longrope's lists, float32 (count,)."""
+    """Returns one of longrope's lists, float32 (count,)."""
     given = p.need(name, list)
     if len(given) != count or not all(type(value) in (int, float) and 1e-6 <= value <= 1e6 for value in given):
         raise p.bad(name, given, f"{count} numbers, one a pair of rotated dimensions, from 1e-6 to 1e6")
@@ -119,8 +122,10 @@ def longrope_attention(p, original, longest):
 
 
 def dynamic(p, num_pairs, original, longest):
-    """What dynamic NTK adds to the default frequencies. A config of one length alone is of the original one, and the
-    context is `factor` times that."""
+    """Returns what dynamic NTK adds to the default frequencies.
+
+    Where a config has one length alone, that is the original one, and the context is `factor` times as long.
+    """
     factor = p.need("factor", float)
     if num_pairs < 2:
         raise p.bad("rope_type", "dynamic", "another kind with 2 rotated dimensions")

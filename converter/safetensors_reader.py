@@ -1,4 +1,4 @@
-"""Reads .safetensors files: one, or a folder's shards by their index. Names to lazy tensors over the mapped files."""
+"""Reads .safetensors files as lazy tensors over the mapped files: one file, or the shards that an index names."""
 
 import json
 from collections import namedtuple
@@ -9,7 +9,7 @@ import numpy as np
 
 from colibri.errors import ColibriError
 from converter.mapped import map_file
-from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor
+from converter.tensor import NUMPY_DTYPES, Storage, Tensor
 from converter.values import once
 
 # A tensor that is not where an index says. file: the shard that is not there, or None. error: a ColibriError.
@@ -22,7 +22,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def read_file(path):
-    """{name: Tensor} of one file, whose tensors must follow each other without holes or overlap up to its end."""
+    """Reads one file as {name: Tensor}. Its tensors must fill it to the end, without holes or overlap."""
     data, end = map_file(path), 0
     if data[:len(LFS_POINTER)] == LFS_POINTER:
         raise ColibriError(f"{path}: a Git LFS pointer, not the file itself, expected its contents; run git lfs pull")
@@ -53,7 +53,7 @@ def read_file(path):
 
 
 def read_index(path):
-    """{tensor name: file name} of a *.index.json."""
+    """Reads a *.index.json as {tensor name: file name}."""
     if not Path(path).is_file():
         raise _bad(path, "no regular file, expected an index of shards")
     try:
@@ -68,8 +68,10 @@ def read_index(path):
 
 
 def read_shards(index_path, read=read_file):
-    """({name: Tensor}, {name: Lost}) of the shards that an index names. Lost are tensors of shards that are not there,
-    and those that are in one of shard and index only."""
+    """Reads the shards that an index names. Returns ({name: Tensor}, {name: Lost}).
+
+    A tensor is lost where its shard is not there, and where only one of shard and index has it.
+    """
     weight_map, tensors, lost = read_index(index_path), {}, {}
     homes = {}
     for name, shard in weight_map.items():

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to Colibri's: every tensor is used, left out by name, or named in an error."""
+"""Maps a checkpoint's tensors to Colibri's: every tensor is used, left out by name, or named in an error."""
 
 import re
 from collections import namedtuple
@@ -8,30 +8,32 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import evaluate
-from converter import config, interleave, names, rope, views
-from converter.names import L
-from converter.pt_reader import Storage, Tensor
+from converter import config, families, interleave, rope, views
+from converter.families import L
 from converter.quantized import decoded
+from converter.tensor import Storage, Tensor
 
-# What wrappers of modules put into names: DataParallel, compile, FSDP, activation checkpoints, Lightning's strategies.
+# What wrappers of modules add to names: DataParallel, compile, FSDP, activation checkpoints, Lightning's strategies.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
             "_forward_module"}
-LIGHTNING = "model."  # an attribute of Lightning's modules, and the prefix of many models themselves
-INNER = (LIGHTNING + "model.", LIGHTNING + "transformer.")  # names of a model that stands in that attribute
+LIGHTNING = "model."  # an attribute of Lightning's modules, and also the prefix of many models
+INNER = (LIGHTNING + "model.", LIGHTNING + "transformer.")  # how names begin of a model in that attribute
 Bound = namedtuple("Bound", "sources ignored missing extra")
 NUMBER = re.compile(r"0|[1-9]\d{0,5}")
 FLOATS = tuple(interleave.KEPT)
 
 
 def header_fields(c):
-    """(Family, header fields) of a config with a model_type. rope.TENSORS are arrays, layer sets are lists, and
-    rope_interleaved speaks of the checkpoint: its rows come out as halves. ColibriError names a field that Colibri
-    cannot honour."""
+    """Returns (Family, header fields) of a config with a model_type.
+
+    rope.TENSORS are arrays, and sets of layers are lists. rope_interleaved describes the checkpoint; its rows come out
+    as halves. ColibriError names a field that Colibri cannot honour.
+    """
     name = c.need("model_type", str)
-    if name not in names.FAMILIES:
-        raise ColibriError(f"{c.where}: model_type={name[:80]}, expected one of {', '.join(names.FAMILIES)}; "
+    if name not in families.FAMILIES:
+        raise ColibriError(f"{c.where}: model_type={name[:80]}, expected one of {', '.join(families.FAMILIES)}; "
                            "Colibri has no other")
-    family = names.FAMILIES[name]
+    family = families.FAMILIES[name]
     for key, allowed in family.accepts.items():
         c.accept(key, allowed)
     try:
@@ -53,23 +55,25 @@ def header_fields(c):
     return family, fields
 
 
+# The tensors of bare MoE layers.
 MOE = [L + key for key in ("router", "router_bias", "router_logit_bias", "experts_up", "experts_up_bias",
                            "experts_down", "experts_down_bias", "mlp_up", "mlp_down", "shared_gate", "ffn_out_bias")]
-
-
 GROUPED = ("deepseek_v2", "deepseek_v3", "glm4_moe")  # families whose models have groups or scaling
-# A header field that a family's row settles -> the tensor that such a family brings along.
+# A header field that a family's row decides -> the tensor that the family then has.
 BROUGHT = {"router_bias": "router_bias", "router_logit_bias": "router_logit_bias", "expert_bias": "experts_up_bias",
            "ffn_out_bias": "ffn_out_bias", "shared_gate": "shared_gate"}
 
 
 def bare_family(tensors, where):
-    """(Family, header fields of sizes) of MoE layers without attention and config: the family by its names, the sizes
-    by its rows. Where names are those of several families, `routing` keeps what holds for all of them."""
+    """Returns (Family, header fields of sizes) of MoE layers without attention and config.
+
+    The names decide the family, whose row says where the sizes are. Where names fit several families, `routing` keeps
+    what holds for all of them.
+    """
     if not tensors:
         raise ColibriError(f"{where}: 0 tensors, expected those of a model; download or save the checkpoint again")
     candidates = []
-    for family in names.ROWS:
+    for family in families.ROWS:
         templates = {_template(name.removeprefix(family.prefix))[0] for name in tensors}
         present = {key: next((parts for parts in family.tensors[key] if any(part.template in templates
                                                                           for part in parts)), [])
@@ -86,7 +90,7 @@ def bare_family(tensors, where):
     if not candidates:
         raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{more(tensors)}"
                            "), expected the MoE layers of one of "
-                           f"{', '.join(dict.fromkeys(family.name for family in names.ROWS))}")
+                           f"{', '.join(dict.fromkeys(family.name for family in families.ROWS))}")
     best = max(matched for matched, _, _ in candidates)
     same = [(family, fields) for matched, family, fields in candidates if matched == best]
     family, fields = same[0]
@@ -102,8 +106,8 @@ def bare_family(tensors, where):
 
 
 def doubts(family, c, flags, where):
-    """Lines about bare layers: what is taken to be so, though some models of such names have it otherwise."""
-    rows, lines = [names.FAMILIES.get(name) for name in family.name.split("/")], []
+    """Returns lines for the user about bare layers: what is assumed, although some models with such names differ."""
+    rows, lines = [families.FAMILIES.get(name) for name in family.name.split("/")], []
     asked = config.missing_flags(c, flags, ["num_groups", "topk_groups", "routed_scaling"])
     if len(asked) == 3 and all(row and row.name in GROUPED for row in rows):
         lines.append(f"{where}: {family.name} without a config: taken to choose from all experts and not to scale; if "
@@ -116,12 +120,15 @@ def doubts(family, c, flags, where):
 
 
 def are_joined(tensors):
-    """Whether the experts of a layer are one matrix, Megatron's weight1, so that no shape tells how many they are."""
+    """Returns whether a layer's experts are one matrix, Megatron's weight1. Their number then shows in no shape."""
     return any(name.endswith("experts.weight1") for name in tensors)
 
 
 def check_joined(fields, ffn, where, unknown):
-    """That such a matrix has all of the router's experts, of `ffn` rows each (None: unknown), not one rank's share."""
+    """Checks that such a matrix has all of the router's experts, and not one rank's share.
+
+    ffn: the rows of each expert, or None where they are not known.
+    """
     experts, rows = fields["num_experts"], fields["ffn"]
     if ffn is None and unknown is not None:
         unknown.append("--ffn")
@@ -134,8 +141,10 @@ def check_joined(fields, ffn, where, unknown):
 
 
 def _sizes(family, present, tensors):
-    """The header fields that the shapes give, each read where the family's row puts it; None where up and down
-    projections do not fit each other that way."""
+    """Returns the header fields that the shapes give, each read where the family's row puts it.
+
+    Returns None where up and down projections do not fit each other that way.
+    """
     places = {}
     for name, tensor in tensors.items():
         template, layer, _ = _template(name.removeprefix(family.prefix))
@@ -162,7 +171,7 @@ def _sizes(family, present, tensors):
 
 
 def stripped(tensors, where):
-    """{name without what wrappers put into it: Tensor}."""
+    """Returns {name without what wrappers put into it: Tensor}."""
     result = {}
     for full, tensor in tensors.items():
         *words, last = full.split(".")
@@ -172,7 +181,10 @@ def stripped(tensors, where):
 
 
 def _without_lightning(tensors, wrapped, where):
-    """The tensors without the name of Lightning's attribute before the model's own names, of which `wrapped` is one."""
+    """Returns the tensors without the name of Lightning's attribute in front of the model's own names.
+
+    wrapped: one of the names with that attribute.
+    """
     result = {}
     for full, tensor in tensors.items():
         name = full.removeprefix(LIGHTNING)
@@ -191,10 +203,12 @@ def _add(tensor, name, tensors, where):
 
 
 def bind(family, tensors, fields, where, keys=None):
-    """Bound: {"layers.3.experts_up": one list of Tensors an expert, to be stacked, ...} and the names left out.
+    """Finds the tensors of each of Colibri's, and returns a Bound.
 
-    tensors: {name: Tensor}. A list of a gated matrix is gate rows, then up rows; what has no experts has one list.
-    Every tensor is used, left out by name, missing or extra. keys: those of MOE alone, for bare MoE layers."""
+    tensors: {name: Tensor}. keys: those of MOE alone, for bare MoE layers. Each entry of `sources`, such as
+    "layers.3.experts_up", has one list of Tensors for each expert, to be stacked; what has no experts has one list. The
+    list of a gated matrix is gate rows, then up rows. Every tensor is used, left out by name, missing or extra.
+    """
     found, ignored = _by_template(family, decoded(tensors, fields["fp8_block"], where), fields, where)
     prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
     result, missing, used = {}, [], set()
@@ -217,7 +231,7 @@ def bind(family, tensors, fields, where, keys=None):
 
 
 def sources(family, tensors, fields, where, keys=None):
-    """bind, with an error for a tensor that is missing or extra."""
+    """Calls bind, and raises ColibriError for a tensor that is missing or extra."""
     bound = bind(family, tensors, fields, where, keys)
     if bound.missing:
         layers = {_template(name.removeprefix(family.prefix))[1] for name in tensors} - {None}
@@ -235,7 +249,7 @@ def sources(family, tensors, fields, where, keys=None):
 
 
 def check_storages(sources):
-    """Carries the checksum of every storage in use to its end: a tensor need not reach so far."""
+    """Carries the checksum of every storage in use to its end, since a tensor need not reach so far."""
     storages = {id(tensor.storage): tensor.storage
                 for experts in sources.values() for parts in experts for tensor in parts}
     for storage in storages.values():
@@ -243,7 +257,7 @@ def check_storages(sources):
 
 
 def _by_template(family, tensors, fields, where):
-    """{(template, layer): {expert or None: Tensor}} and the names left out."""
+    """Returns {(template, layer): {expert or None: Tensor}} and the names left out."""
     templates = {part.template for alternatives in family.tensors.values() for parts in alternatives for part in parts}
     found, ignored = {}, []
     for full, tensor in tensors.items():
@@ -265,13 +279,16 @@ def _by_template(family, tensors, fields, where):
 
 
 def needed(lost, family, fields):
-    """Of tensors that are not there, {name: why}, those that are not left out by name."""
+    """Returns those of the absent tensors, {name: why}, that are not left out by name."""
     return {full: why for full, why in lost.items() if not _left_out(full.removeprefix(family.prefix), family, fields)}
 
 
 def _left_out(name, family, fields):
-    """Whether a name is of a tensor that is not used: one of the family's ignored ones, of a layer that predicts further
-    tokens, or an LM head that is the embedding."""
+    """Returns whether the tensor of a name is not used.
+
+    That is one that the family ignores, one of a layer that predicts further tokens, or an LM head that is the
+    embedding.
+    """
     template, layer, _ = _template(name)
     predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
     tied = template == "lm_head.weight" and fields["tied_embeddings"]
@@ -280,12 +297,12 @@ def _left_out(name, family, fields):
 
 
 def template(name):
-    """A checkpoint's name with N for its layer and E for its expert."""
+    """Returns a checkpoint's name with N for its layer and E for its expert."""
     return _template(name)[0]
 
 
 def _template(name):
-    """("layers.N.mlp.experts.E.up_proj.weight", layer, expert); None where there is none."""
+    """Returns ("layers.N.mlp.experts.E.up_proj.weight", layer, expert), with None for a number that is not there."""
     words, numbers = name.split("."), []
     if re.fullmatch(r"linear_fc\d\.weight\d+", ".".join(words[-2:])):  # Megatron's weight7 is expert 7's
         words[-1:] = ["weight", words[-1].removeprefix("weight")]
@@ -297,7 +314,7 @@ def _template(name):
 
 
 def _experts(parts, layer, found, scope, missing, used, where):
-    """One list of viewed Tensors an expert, or one list."""
+    """Returns one list of viewed Tensors for each expert, or one list."""
     per_expert = any(part.template.endswith("weightE") or "E" in part.template.split(".") for part in parts)
     many = per_expert or any(part.view in views.EXPERT_VIEWS for part in parts)
     result = []
@@ -316,12 +333,12 @@ def _experts(parts, layer, found, scope, missing, used, where):
 
 
 def _scope(fields, layer):
-    """The header's fields and a layer's own values."""
+    """Returns the header's fields and a layer's own values."""
     return headers.default().layer_scope(fields, layer in fields["dense_layers"])
 
 
 def _shape(part, scope):
-    """The expected shape; () where the tensor is not there."""
+    """Returns the expected shape, or () where the tensor is not there."""
     shape = tuple(evaluate(expression, scope) for expression in part.shape)
     return shape if all(shape) else ()
 
@@ -339,7 +356,7 @@ def _check(tensor, part, scope, where):
 
 
 def _same(head, tensors, family, where):
-    """Whether a tied LM head is there all the same; it must then be the embedding."""
+    """Checks that a tied LM head is the embedding. Returns False where there is no embedding."""
     embed = tensors.get(family.prefix + "embed_tokens.weight", tensors.get("embed_tokens.weight"))
     if embed is None:
         return False
@@ -361,5 +378,5 @@ def _filled(template, layer, e):
 
 
 def more(items):
-    """Says how many there are beside the first."""
+    """Says how many items there are beside the first."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

@@ -1,4 +1,5 @@
-"""What a Hugging Face folder says of text: its tokenizer.json, the token that begins a prompt, those that end a text."""
+"""Reads what a Hugging Face folder says of text: its tokenizer, the token that begins a prompt, those that end a text.
+"""
 
 import json
 from collections import namedtuple
@@ -11,8 +12,8 @@ NAMES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")  #
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_EOS = config.HEADER["eos_ids"].shape[0]
 
-# eos: numbers of the tokens that end a text. tokenizer: tokenizer.json's bytes, or b"". fields: BinHeader's, of eos and
-# BOS. warnings: lines for the user.
+# eos: numbers of the tokens that end a text. tokenizer: tokenizer.json's bytes, or b"". fields: BinHeader's fields of
+# EOS and BOS. warnings: lines for the user.
 Text = namedtuple("Text", "eos tokenizer fields warnings")
 # A tokenizer.json. where: its path. ids: {a token's text: its number}. begins: texts of tokens that its post-processor
 # puts before a prompt.

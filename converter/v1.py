@@ -1,7 +1,8 @@
-"""Version 1 of the .bin: one layer of 2-matrix experts in f16, every column interleaved by expert.
+"""Reads and writes version 1 of the .bin: one layer of 2-matrix experts in f16, every column interleaved by expert.
 
-16 bytes: COLI, u32 version 1, u32 num_experts, u32 k. Then ff1 [ffn, hidden * E], ff2 [hidden, ffn * E] and router
-[hidden, E], row-major f16, where column j * E + e is expert e's column j. The file does not say hidden or ffn.
+The file begins with 16 bytes: COLI, u32 version 1, u32 num_experts, u32 k. Then come ff1 [ffn, hidden * E], ff2
+[hidden, ffn * E] and router [hidden, E], row-major f16, where column j * E + e is expert e's column j. The file does
+not say hidden or ffn.
 """
 
 import os
@@ -12,7 +13,7 @@ import numpy as np
 from colibri.errors import ColibriError, writing_stdout
 from converter import bin_writer, interleave, sources
 from converter.mapped import map_file
-from converter.pt_reader import Storage, Tensor
+from converter.tensor import Storage, Tensor
 
 HEADER = struct.Struct("<4s3I")
 NAME = "transformer.h.0.mlp."
@@ -20,14 +21,15 @@ WRITE_BYTES = 8 << 20
 
 
 def is_v1(path):
-    """Whether the file begins as a version 1 .bin."""
+    """Returns whether a file begins as a version 1 .bin."""
     return os.path.isfile(path) and map_file(path)[:8] == HEADER.pack(bin_writer.MAGIC, 1, 0, 0)[:8]
 
 
 def read(path, hidden, ffn, k, missing=()):
-    """({name: Tensor} in GPT-style names, k) of a version 1 file; hidden and ffn must give its size exactly.
+    """Reads a version 1 file. Returns ({name: Tensor} in GPT-style names, k).
 
-    missing: other flags that the conversion will ask for, to be asked for at once.
+    hidden, ffn: must give the file's size exactly. missing: other flags that the conversion needs, named in the same
+    error.
     """
     data = map_file(path)
     sizes = [flag for flag, size in (("--hidden", hidden), ("--ffn", ffn)) if size is None or size < 1]
@@ -88,7 +90,7 @@ def _print(text):
 
 
 def _interleaved(matrices):
-    """Rows of all experts' matrices side by side, [rows, columns, E], a few rows at a time."""
+    """Yields the rows of all experts' matrices side by side, [rows, columns, E], a few rows at a time."""
     rows, columns = matrices[0].shape
     step = max(1, WRITE_BYTES // (2 * columns * len(matrices)))
     for start in range(0, rows, step):

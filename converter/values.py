@@ -1,4 +1,4 @@
-"""A config.json's values, asked for by name and kind, and the refusal of what Colibri cannot honour."""
+"""Gives a config.json's values by name and kind, and refuses what Colibri cannot honour."""
 
 import json
 
@@ -6,7 +6,7 @@ from colibri.errors import ColibriError
 
 
 def once(pairs):
-    """The object of a JSON text whose keys are there once: for json's object_pairs_hook."""
+    """Returns a JSON object whose keys must each be there once, for json's object_pairs_hook."""
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
@@ -15,13 +15,15 @@ def once(pairs):
 
 
 class Values:
-    """A config file's values, each asked for by name and kind."""
+    """Holds a config file's values, each asked for by name and kind."""
 
     def __init__(self, values, where):
         self.values, self.where = values, where
 
     def get(self, names, kind=int, default=None):
-        """The value under the first of `names` ("a|b") that is there; those there must agree. A dot goes deeper."""
+        """Returns the value under the first of `names` ("a|b") that is there; others there must agree. A dot goes
+        deeper.
+        """
         found = [(name, value) for name in names.split("|") if (value := self._at(name)) is not None]
         if not found:
             return default

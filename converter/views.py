@@ -1,11 +1,11 @@
-"""Parts of checkpoint tensors as strided views of them: an expert, a half, every other row, a transposed matrix.
+"""Gives parts of checkpoint tensors as views: an expert, a half, every other row, a transposed matrix.
 
-A view takes (tensor, header fields, expert) and gives the Tensors to stack, in Colibri's order of rows, unread.
+A view takes (tensor, header fields, expert). It returns the Tensors to stack, in Colibri's order of rows, and reads
+nothing.
 """
 
 from colibri.errors import ColibriError
-from converter.pt_reader import Tensor
-from converter.quantized import Decoded
+from converter.tensor import Decoded, Tensor
 
 
 def whole(t, h, e):
@@ -109,7 +109,7 @@ def _rotary(t, h, start):
 
 
 def take(t, axis, start, count, step=1):
-    """`count` entries of an axis from `start` on."""
+    """Returns `count` entries of an axis, `step` apart, from `start` on."""
     if isinstance(t, Decoded):
         return t.take(start, count, step)
     axis %= len(t.shape)

@@ -1,14 +1,20 @@
-"""The zip container of torch.save: a strict reader of its directory over mapped bytes.
+"""Reads the zip container of torch.save over mapped bytes: its directory and its records.
 
-Stricter than zipfile where leniency could give wrong numbers: one record a name, no encryption, stored or deflated,
-local headers that agree with the directory, records inside the file that do not overlap, sizes taken from one place.
+It is stricter than zipfile where leniency could give wrong numbers. Each name is there once, and nothing is encrypted.
+Records are stored or deflated, lie inside the file and do not overlap. Local headers agree with the directory, and each
+size is taken from one place.
 """
 
 import itertools
+import mmap
 import struct
+import tempfile
+import zlib
 from collections import namedtuple
 
 from colibri.errors import ColibriError
+from converter.mapped import check_size
+from converter.tensor import CRC_BYTES, Storage
 
 STORED, DEFLATED = 0, 8
 END = struct.Struct("<4s4H2IH")
@@ -22,7 +28,8 @@ Record = namedtuple("Record", "name offset stored_bytes bytes method crc32")
 
 
 def read_directory(data, path):
-    """{name: Record} of the zip in `data` (bytes or mmap), in the directory's order. path: names the file in errors."""
+    """Returns {name: Record} of the zip in `data` (bytes or mmap), in the directory's order. path: names it in errors.
+    """
     num_entries, offset, end = _end_record(data, path)
     records, taken = {}, []
     for _ in range(num_entries):
@@ -43,7 +50,7 @@ def read_directory(data, path):
 
 
 def _end_record(data, path):
-    """(number of entries, offset of the directory, where it must end)."""
+    """Returns (number of entries, offset of the directory, where it must end)."""
     position = data.rfind(b"PK\5\6", max(0, len(data) - END.size - 65535))
     if position < 0 or position + END.size > len(data):
         raise ColibriError(f"{path}: truncated: no zip end record in {len(data)} bytes; {AGAIN}")
@@ -65,7 +72,7 @@ def _end_record(data, path):
 
 
 def _entry(data, path, offset, end):
-    """One directory entry as (Record without its offset, offset of the local header, offset of the next entry)."""
+    """Returns (Record without its offset, offset of the local header, offset of the next entry)."""
     if offset + ENTRY.size > end or data[offset:offset + 4] != b"PK\1\2":
         raise ColibriError(f"{path}: corrupt zip directory at byte {offset}; {AGAIN}")
     (_, _, _, flags, method, _, _, crc32, stored_bytes, size, name_bytes, extra_bytes, comment_bytes, disk, _, _,
@@ -90,7 +97,7 @@ def _entry(data, path, offset, end):
 
 
 def _zip64(extra, size, stored_bytes, local_offset, disk):
-    """The 64-bit values of the extra field 1 in place of those that are all ones."""
+    """Returns the numbers with the 64-bit values of extra field 1 in place of those that are all ones."""
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)
@@ -107,7 +114,7 @@ def _zip64(extra, size, stored_bytes, local_offset, disk):
 
 
 def _local_header(data, path, record, offset):
-    """Where the record's bytes begin: behind a local header that agrees with the directory."""
+    """Returns where the record's bytes begin: behind a local header that agrees with the directory."""
     if offset + LOCAL.size > len(data) or data[offset:offset + 4] != b"PK\3\4":
         raise ColibriError(f"{path}: corrupt zip: record {shown(record.name)} is not at byte {offset}; {AGAIN}")
     _, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(data, offset)
@@ -118,11 +125,64 @@ def _local_header(data, path, record, offset):
     return offset + LOCAL.size + name_bytes + extra_bytes
 
 
+class DeflatedStorage(Storage):
+    """Inflates a compressed record on first use into an unnamed file, so that it costs no anonymous memory."""
+
+    def __init__(self, where, mapping, record, crc32):
+        super().__init__(where, None, 0, record.bytes, crc32)
+        self.source, self.record = mapping, record
+
+    def bytes_at(self, start, stop):
+        if self.mapping is None:
+            self.mapping = self._inflate()
+        return super().bytes_at(start, stop)
+
+    def check(self, stop=None):
+        if self.mapping is None and self.bytes:
+            self.mapping = self._inflate()
+        super().check(stop)
+
+    def _inflate(self):
+        try:
+            with tempfile.TemporaryFile() as file:
+                for piece in inflate(self.source, self.record, self.where):
+                    file.write(piece)
+                file.flush()
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ColibriError(f"{tempfile.tempdir or 'TMPDIR'}: {error.strerror}, expected room for {self.bytes} "
+                               f"bytes inflated from {self.where}; set TMPDIR to a directory with space") from None
+
+
+def inflate(data, record, where):
+    """Yields a deflated record's bytes in pieces, never more than the directory states."""
+    engine, left = zlib.decompressobj(-15), record.bytes
+    try:
+        for start in range(record.offset, record.offset + record.stored_bytes, 1 << 20):
+            check_size(data, where)
+            piece = data[start:min(start + (1 << 20), record.offset + record.stored_bytes)]
+            inflated, limit = b"", 0
+            while piece or len(inflated) == limit:  # a full answer: the engine may hold more
+                limit = min(CRC_BYTES, left + 1)
+                inflated = engine.decompress(piece, limit)
+                left -= len(inflated)
+                if left < 0:
+                    raise ColibriError(f"{where}: inflates to more than {record.bytes} bytes, expected that many; "
+                                       "download or save the checkpoint again")
+                yield inflated
+                piece = engine.unconsumed_tail
+    except zlib.error:
+        raise ColibriError(f"{where}: corrupt deflated data; download or save the checkpoint again") from None
+    if left or not engine.eof:
+        raise ColibriError(f"{where}: inflates to {record.bytes - left} bytes, expected {record.bytes}; "
+                           "download or save the checkpoint again")
+
+
 def shown(name):
-    """A name from the file, safe to print on one line."""
+    """Returns a name from the file, safe to print on one line."""
     return printable(name[:200])
 
 
 def printable(line):
-    """A line without control characters, which a terminal would obey, and without surrogates."""
+    """Returns a line without control characters, which a terminal would obey, and without surrogates."""
     return line if line.isprintable() else line.encode("unicode_escape").decode()

@@ -1,4 +1,4 @@
-/* The KV cache: the only place that says how long it is and where a position lies. */
+/* Defines the KV cache. No other file knows how long it is or where a position lies in it. */
 #ifndef COLIBRI_CACHE_H
 #define COLIBRI_CACHE_H
 

@@ -1,5 +1,5 @@
-/* Every exported function. Python derives its ctypes signatures from this text: one declaration a line.
- * Functions that return int give 0, or -1 with the message in colibri_error(). */
+/* Declares every exported function. Python derives its ctypes signatures from this text, so a declaration is one line.
+ * A function that returns int gives 0, or -1 with the message in colibri_error(). */
 #ifndef COLIBRI_H
 #define COLIBRI_H
 

@@ -1,6 +1,6 @@
-/* The model's shape, baked in. Each is a -D away from another model; the defaults are models/moe-32.pt's.
- * colibri_config() exports them as struct Config, whose fields carry the names of the file header's fields, and
- * loading compares the two. Offsets are 64-bit wherever an element count can pass 2^31. */
+/* Holds the model's shape, which is compiled in. The defaults are those of models/moe-32.pt; -DNAME=VALUE changes one.
+ * colibri_config() exports them as struct Config. Its fields have the names of the file header's fields, and loading
+ * compares the two. Offsets are 64-bit wherever an element count can pass 2^31. */
 #ifndef COLIBRI_CONFIG_H
 #define COLIBRI_CONFIG_H
 

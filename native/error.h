@@ -1,4 +1,4 @@
-/* One message a thread: the last error, in the form "where: name=got, expected rule; fix". */
+/* Keeps the last error of each thread, one message in the form "where: name=got, expected rule; fix". */
 #ifndef COLIBRI_ERROR_H
 #define COLIBRI_ERROR_H
 

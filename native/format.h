@@ -1,9 +1,8 @@
-/* The .bin file, version 2: header, tensor directory, codes, and the list of tensors a model has.
+/* Defines the .bin file, version 2: its header, its tensor directory, its codes, and the list of tensors in a model.
  *
- * This file is the only definition. C compiles it; Python reads its text (colibri/headers.py), which asks for
- * one struct field a line, fixed-width types, no padding, and one #define of a plain integer a line.
- * All integers are little-endian. README.md has the rules of the format in MUST sentences.
- */
+ * This file is the only definition. C compiles it, and Python reads its text (colibri/headers.py). The reader needs one
+ * struct field a line, fixed-width types, no padding, and one #define of a plain integer a line. All integers are
+ * little-endian. README.md has the rules of the format in MUST sentences. */
 #ifndef COLIBRI_FORMAT_H
 #define COLIBRI_FORMAT_H
 

@@ -1,7 +1,7 @@
-/* The whole model in one page: weights, state and one step's batch. Every pointer carries its shape.
+/* Shows the whole model on one page: weights, state, and the batch of one step. Every pointer carries its shape.
  *
- * C allocates nothing: Python owns every block of memory and hands it in. On the host, weights point into the
- * mapped file; on the device, into device memory. Python reads the structs and tables here (colibri/headers.py). */
+ * C allocates nothing: Python owns every block of memory and hands it in. Weights point into the mapped file on the
+ * host, and into device memory on a device. Python reads the structs and tables here (colibri/headers.py). */
 #ifndef COLIBRI_MODEL_H
 #define COLIBRI_MODEL_H
 

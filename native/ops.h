@@ -1,12 +1,12 @@
-/* The ops: OPS(O) is the only list of them. struct Ops, both backends' declarations and tables and colibri_run_op come
- * from it; forward.c is written over it. Every op is
+/* Lists the ops. OPS(O) is the only list of them: struct Ops, colibri_run_op, and the declarations and tables of both
+ * backends come from it, and forward.c is written with it. Every op is
  *
  *     int op(Model *m, int num_rows, int layer);
  *
- * num_rows is the number of rows to launch for: on the host it equals batch->num_tokens (num_logits for the last three
- * ops); in a CUDA graph it is the graph's bucket, and kernels read the true number from the batch. layer means nothing
- * to an op outside of the layers. Each op returns 0, or -1 with the message set (error.h). Names are those of state
- * buffers, whose rows are a token's, and of the layer's tensors; `input` is ffn_input(). */
+ * num_rows is the number of rows to launch for. On the host it equals batch->num_tokens (num_logits for the last three
+ * ops). In a CUDA graph it is the graph's bucket, and kernels read the true number from the batch. An op outside of the
+ * layers ignores layer. Each op returns 0, or -1 with the message set (error.h). Names are those of state buffers,
+ * which have a row for each token, and of the layer's tensors. `input` is ffn_input(). */
 #ifndef COLIBRI_OPS_H
 #define COLIBRI_OPS_H
 

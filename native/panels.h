@@ -1,6 +1,6 @@
-/* How a matrix is stored: the only place that knows its geometry, its bytes and their order. A matrix [rows, columns]
- * is panels of PANEL_ROWS rows, [row panel][expert][column][PANEL_ROWS], the last panel filled up with zero rows; one
- * that is not an expert's is the same with one expert. A format is a DTYPE_* code. */
+/* Defines how a matrix is stored. No other file knows its geometry, its bytes or their order. A matrix [rows,
+ * columns] is cut into panels of PANEL_ROWS rows: [row panel][expert][column][PANEL_ROWS]. The last panel is filled up
+ * with zero rows. A matrix that is not an expert's is stored as that of one expert. A format is a DTYPE_* code. */
 #ifndef COLIBRI_PANELS_H
 #define COLIBRI_PANELS_H
 

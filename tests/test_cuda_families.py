@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_families import CASES, CONTEXT, converted, logits
 
-from converter import names
+from converter import families
 
 pytestmark = pytest.mark.gpu
 
@@ -19,13 +19,14 @@ SURE = {"f16": 1.0, "bf16": 0.8}  # of the rows: those that no choice of experts
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """{(family, dtype): its file}, with the libraries of all built at once."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in names.FAMILIES}
-    files = {(name, dtype): converted(name, folders[name], dtype) for name in names.FAMILIES for dtype in TOLERANCE}
+    folders = {name: tmp_path_factory.mktemp(name) for name in families.FAMILIES}
+    files = {(name, dtype): converted(name, folders[name], dtype) for name in families.FAMILIES for dtype in TOLERANCE}
     gpu_model.build_all(files.values())
     return files
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in names.FAMILIES for dtype in TOLERANCE], ids="-".join)
+@pytest.fixture(scope="module", params=[(name, dtype) for name in families.FAMILIES for dtype in TOLERANCE],
+                ids="-".join)
 def family(request, files):
     """(name, dtype, Engine on the host, Engine on the GPU)"""
     host, gpu = gpu_model.engines(files[request.param])

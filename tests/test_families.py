@@ -10,7 +10,7 @@ from conftest import opened
 from test_families_reference import CASES, model
 
 from converter import __main__ as converter
-from converter import names
+from converter import families
 
 # Of the recorded logits, by the dtype of the checkpoint: their rotary frequencies had been rounded to it as well.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
@@ -30,7 +30,7 @@ def converted(name, folder, dtype):
     return folder / f"{dtype}.bin"
 
 
-@pytest.fixture(scope="module", params=names.FAMILIES)
+@pytest.fixture(scope="module", params=families.FAMILIES)
 def family(request, tmp_path_factory):
     """(name, Engine of its f32 conversion)"""
     with opened(converted(request.param, tmp_path_factory.mktemp(request.param), "f32"), CONTEXT) as engine:

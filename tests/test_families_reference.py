@@ -9,7 +9,7 @@ import reference_families
 
 from colibri.errors import ColibriError
 from converter import config as configs
-from converter import inputs, names, pt_reader, sources
+from converter import families, inputs, pt_reader, sources
 from converter.values import Values
 
 CASES = Path(__file__).parent / "data" / "families"
@@ -50,7 +50,7 @@ def rounded(values, dtype):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-@pytest.mark.parametrize("name", names.FAMILIES)
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_logits_and_greedy_tokens_are_the_originals(name):
     fields, weights = model(name)
     if name in ROUNDED:
@@ -66,7 +66,7 @@ def test_logits_and_greedy_tokens_are_the_originals(name):
         assert reference_families.logits(fields, weights, read)[7:].argmax(1).tolist() == tokens.tolist()
 
 
-@pytest.mark.parametrize("name", names.FAMILIES)
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_tensor_is_needed(name):
     family, fields = sources.header_fields(Values(config(name), name))
     tensors = checkpoint(CASES / name)

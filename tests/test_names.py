@@ -1,4 +1,4 @@
-"""converter/sources.py and converter/config.py: every tensor used or named, every number known or asked for."""
+"""converter/sources.py, families.py and config.py: every tensor used or named, every number known or asked for."""
 
 import json
 import os

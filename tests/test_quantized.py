@@ -8,7 +8,7 @@ from test_interleave import nearest_bf16
 
 from colibri.errors import ColibriError
 from converter import interleave, quantized, views
-from converter.pt_reader import NUMPY_DTYPES, Storage, Tensor
+from converter.tensor import NUMPY_DTYPES, Storage, Tensor
 
 RANDOM = np.random.default_rng(7)
 

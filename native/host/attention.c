@@ -1,3 +1,4 @@
+/* Computes attention over the KV caches. */
 #include "host.h"
 
 typedef struct Attention {

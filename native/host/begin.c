@@ -1,4 +1,4 @@
-/* What a step begins with: its batch is checked, and its tokens' embeddings become x. */
+/* Begins a step: checks its batch, and puts its tokens' embeddings into x. */
 #include <math.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* The choice of kernels: by the processor, or by COLIBRI_ISA. */
+/* Chooses the kernels, by the processor or by COLIBRI_ISA. */
 #include <stdlib.h>
 #include <string.h>
 

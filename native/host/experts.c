@@ -1,4 +1,4 @@
-/* The experts of a layer: two grouped products, and the sum of a token's parts. */
+/* Computes a layer's experts: two grouped products, and the sum of each token's parts. */
 #include "host.h"
 
 Product host_grouped(const Model *m) {

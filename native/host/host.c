@@ -1,4 +1,4 @@
-/* The host backend's table. */
+/* Holds the host backend's table of ops. */
 #include "host.h"
 
 static const char *name(void) {

@@ -1,4 +1,4 @@
-/* The kernels for x86-64 with AVX2, FMA and F16C; host_kernels() asks the processor before it uses them. */
+/* Compiles the kernels for x86-64 with AVX2, FMA and F16C. host_kernels() asks the processor before it uses them. */
 #ifdef __x86_64__
 #pragma GCC target("avx2,fma,f16c")
 #define LANES 8

@@ -1,4 +1,4 @@
-/* Latent attention's queries, keys and values: norms of the latents within a row of qkv, then their products. */
+/* Computes queries, keys and values of latent attention: norms of the latents within a row of qkv, then products. */
 #include "host.h"
 
 #if ATTENTION_KIND == ATTENTION_LATENT

@@ -1,4 +1,4 @@
-/* Products with panels: the experts' and, as products of one expert, the dense ones; the dense ops. */
+/* Multiplies by panels: the experts' matrices and, as products of one expert, the dense ones. Holds the dense ops. */
 #include "host.h"
 
 /* Work items go expert by expert, panel by panel, chunk of rows by chunk of rows: an expert's inputs stay in the cache

@@ -1,4 +1,4 @@
-/* What every token takes: a dense layer's whole FFN, or the shared expert of a layer with experts. */
+/* Computes what every token takes: a dense layer's whole FFN, or the shared expert of a layer with experts. */
 #include <math.h>
 
 #include "host.h"

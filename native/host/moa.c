@@ -1,4 +1,4 @@
-/* ATTENTION_MOA: query heads and output matrices are experts', with a routing of their own. */
+/* Computes ATTENTION_MOA, where query heads and output matrices are experts' and have a routing of their own. */
 #include "host.h"
 
 #if ATTENTION_KIND == ATTENTION_MOA

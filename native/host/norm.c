@@ -1,3 +1,4 @@
+/* Computes norms of rows. */
 #include <string.h>
 
 #include "host.h"

@@ -1,15 +1,15 @@
-/* Sharing a job among threads, on a machine that others use too.
+/* Shares a job among threads, on a machine that others use too.
  *
- * Items are handed out one at a time, so threads of unequal speed finish together. What that cannot mend is a thread
- * whose core another process has taken: it holds its last item, or has not even begun, for as many milliseconds as the
- * scheduler gives to the other, and the whole job waits. A job whose first thread had to wait that long for the last
- * is taken as a sign of it, and so are jobs that took more time to wait than to work: a thread without a core comes
- * only when the one that waits for it has stopped spinning. The calling thread then works alone for a while, tries
- * again, and doubles the while as long as the sign comes back. Who works alone competes with nobody: the scheduler has
- * one core for each of the two.
+ * Items are handed out one at a time, so threads of unequal speed finish together. That does not help when another
+ * process has taken a thread's core. Such a thread holds its last item, or has not even begun, for as many milliseconds
+ * as the scheduler gives to the other process, and the whole job waits. Two things are taken as a sign of it: a job
+ * whose first thread waited that long for the last, and jobs that waited for longer than they worked. A thread without
+ * a core runs only when the thread that waits for it has stopped spinning. So the calling thread then works alone for a
+ * while and tries again, and doubles the while as long as the sign comes back. Alone it competes with nobody: the
+ * scheduler has one core for it and one for the other process.
  *
  * Results do not depend on any of this. The memory of the sign belongs to the calling thread, so models that run in
- * several threads of one process do not disturb one another (beyond sharing the cores). */
+ * several threads of one process do not disturb one another, except that they share the cores. */
 #include <omp.h>
 #include <pthread.h>
 #include <string.h>

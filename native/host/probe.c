@@ -1,4 +1,4 @@
-/* The machine's ceilings, measured with the same kernels' instructions: what speeds are compared with. */
+/* Measures the machine's ceilings, with which speeds are compared, with the instructions of the kernels. */
 #include <omp.h>
 
 #include "host.h"

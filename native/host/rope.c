@@ -1,4 +1,4 @@
-/* From a row of qkv to queries, and to keys and values in the caches. */
+/* Turns a row of qkv into queries, and into keys and values in the caches. */
 #include <math.h>
 #include <string.h>
 

@@ -1,6 +1,6 @@
-/* Which experts a token goes to. Order is (score descending, expert ascending), with -0 equal to +0. Softmax and
- * sigmoid rise with the logit, so without a bias the logits themselves are compared: experts whose scores round to
- * the same number, or to 0, keep the order of their logits. */
+/* Chooses the experts of each token, in the order (score descending, expert ascending), with -0 equal to +0. Softmax
+ * and sigmoid rise with the logit, so without a bias the logits themselves are compared. Experts whose scores round to
+ * the same number, or to 0, then keep the order of their logits. */
 #include <math.h>
 #include <string.h>
 

@@ -1,7 +1,7 @@
-/* The next token of each row of logits. Temperature, then the top_k largest, then of those the fewest whose
- * probabilities reach top_p; equal logits count by index. The draw walks the kept tokens in index order. No sorting:
- * both limits are found digit by digit from histograms of the logits' bits, in a memory that does not grow with the
- * vocabulary. */
+/* Samples the next token of each row of logits: applies the temperature, keeps the top_k largest, then the fewest of
+ * those whose probabilities reach top_p. Equal logits count by index. The draw walks the kept tokens in index order.
+ * Nothing is sorted: both limits are found digit by digit from histograms of the logits' bits, so that the memory does
+ * not grow with the vocabulary. */
 #include <math.h>
 #include <string.h>
 
