@@ -83,7 +83,7 @@ def bin_case(random):
     for _ in range(random.integers(0, 4)):
         damage_header(random, header)
     if random.integers(2) and header["num_layers"] < 100:  # a directory that agrees with the damaged header
-        with np.errstate(all="ignore"), contextlib.suppress(OverflowError):
+        with np.errstate(all="ignore"), contextlib.suppress(OverflowError, KeyError):  # KeyError: no such dtype
             changed = {name: header[name].tolist() for name in HEADER.names}
             changed |= {name: [layer for layer in range(128) if headers.in_mask(header[name], layer)]
                         for name in ("window_layers", "dense_layers")}

@@ -135,6 +135,17 @@ def test_bf16(tmp_path):
     assert widened[1]["layers.1.experts_up"].std() > 0.5
 
 
+def write_typed(path, arrays, codes):
+    """Writes a .safetensors and its config. codes: {the end of a numpy dtype's name: the format's}."""
+    header, data = {}, b""
+    for name, array in arrays.items():
+        header[name] = {"dtype": codes[array.dtype.str[1:]], "shape": array.shape,
+                        "data_offsets": [len(data), len(data) + array.nbytes]}
+        data += array.tobytes()
+    path.write_bytes(len(json.dumps(header)).to_bytes(8, "little") + json.dumps(header).encode() + data)
+    path.with_suffix(".json").write_text(json.dumps(MIXTRAL_CONFIG))
+
+
 def test_fp8_of_a_model_in_other_floats(capsys, tmp_path):
     """bf16 where the rest is bf16; one product, rounded once, in another --dtype; scales in bf16, f16 and f32."""
     arrays, products, codes = mixtral_arrays(dtype=np.float32), {}, {"f4": "F32", "f2": "F16", "u2": "BF16", "u1": "F8_E4M3"}
@@ -146,14 +157,16 @@ def test_fp8_of_a_model_in_other_floats(capsys, tmp_path):
         scale = (stored.astype(np.uint32) << 16).view("f4") if kind == "u2" else stored
         products[name] = quantized.e4m3_values()[bits] * scale.astype(np.float64)
         arrays |= {name: bits, name + "_scale_inv": stored}
-    path, header, data = tmp_path / "a.safetensors", {}, b""
-    for name, array in arrays.items():
-        header[name] = {"dtype": codes[array.dtype.str[1:]], "shape": array.shape,
-                        "data_offsets": [len(data), len(data) + array.nbytes]}
-        data += array.tobytes()
-    path.write_bytes(len(json.dumps(header)).to_bytes(8, "little") + json.dumps(header).encode() + data)
-    (tmp_path / "a.json").write_text(json.dumps(MIXTRAL_CONFIG))
-    assert "w1.weight: dtype=scaled fp8, expected float32 as in " in refusal(capsys, path, tmp_path / "a.bin")
+    first, *_ = products
+    write_typed(tmp_path / "mixed.safetensors", {**{name: array for name, array in arrays.items() if name !=
+                                                    first + "_scale_inv"}, first: products[first].astype("f4")}, codes)
+    assert "w3.weight: dtype=scaled fp8, expected float32 as in " in refusal(
+        capsys, tmp_path / "mixed.safetensors", tmp_path / "a.bin")
+    path = tmp_path / "a.safetensors"
+    write_typed(path, arrays, codes)
+    header, got = convert(path, tmp_path / "kept.bin")  # what is no expert's stays as it is
+    assert (header["weight_dtype"], header["dense_dtype"]) == (2, 1) and got["layers.0.experts_up"].dtype == np.uint16
+    np.testing.assert_array_equal(got["embed"], arrays["model.embed_tokens.weight"])
     for dtype, kind in (("f16", np.float16), ("f32", np.float32)):
         _, got = convert(path, tmp_path / f"{dtype}.bin", "--dtype", dtype)
         check_mixtral(got, {name: products.get(name, array).astype(kind) if array.ndim == 2 and "moe.gate" not in name
