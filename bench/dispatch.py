@@ -20,8 +20,8 @@ from bench.program import ROOT, Parser, count, example_model, run
 from colibri import gpu
 from colibri.engine import DISPATCH, Engine, Sampler
 
-LAYER_OPS = ("norm", "qkv", "rope", "attention", "attention_out", "norm", "router", "experts_up", "experts_down",
-             "combine")
+LAYER_OPS = ("attention_norm", "qkv", "rope", "attention", "attention_out", "ffn_norm", "router",
+             "experts_up", "experts_down", "combine")
 STEP_OPS = ("begin", "embed", "gather_norm", "lm_head", "sample")
 REPEAT = 20
 

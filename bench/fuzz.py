@@ -44,8 +44,9 @@ with np.errstate(over="ignore"):
     HALVES = np.array(NUMBERS).astype(np.float16)
 COMPILED_EVERY = 20  # of the files that are taken: what config.h thinks of their shape
 HEADER, TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
-CODES = {"activation": 4, "router_kind": 4, "norm_kind": 3, "rope_kind": 2, "attention_kind": 3, "qk_norm": 3}
-STEP_FIELDS = (*FLOATS, "window", "window_layers", "num_eos", "max_positions")  # that C reads, and no build bakes in
+CODES = {"activation": 4, "router_kind": 4, "norm_kind": 3, "rope_kind": 4, "attention_kind": 3, "qk_norm": 3}
+# That C reads, and no build bakes in.
+STEP_FIELDS = (*FLOATS, "rope_original_positions", "window", "window_layers", "num_eos", "max_positions")
 
 
 class Failure(Exception):
@@ -63,6 +64,7 @@ def model_fields(random):
                "interleave_rows": 64, "max_positions": 128}
     fields |= {name: int(pick(2)) for name in FLAGS} | {name: int(pick(count)) for name, count in CODES.items()}
     fields |= {name: float(random.random()) for name in FLOATS}
+    fields |= {"rope_original_positions": int(pick(1, 200)), "rope_dynamic_factor": 1 + float(random.random())}
     if not bare:
         fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": 8, "v_head_dim": 8,
                    "vocab_size": int(pick(1, 300)), "rotary_dim": int(pick(4)) * 2}
@@ -309,6 +311,8 @@ def fuzz_request(random, folder, counts):
         if requests.cancelled_id(values) is not None:
             return
         request = reader.request(values)
+        if request.encode:
+            request.prompt, request.max_new_tokens = request.encode()
     except requests.Refused as error:
         text = str(error)
         if error.code not in requests.CODES or not text.isprintable() or len(text) > 2500:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.program import Parser, count, run
-from colibri.headers import NATIVE
+from colibri.headers import NATIVE, default
 from colibri.native import Library
 
 LAYERS, EXPERTS, K, HIDDEN, FFN = 7, 32, 2, 1024, 1792
@@ -34,7 +34,7 @@ COLUMNS = ["what", "threads", "unit", "value", "ceiling", "ratio", "cores_used_b
 
 
 def build():
-    config = " ".join(f"-D{name.upper()}={value}" for name, value in CONFIG.items())
+    config = " ".join(f"-D{default().macros[name]}={value}" for name, value in CONFIG.items())
     subprocess.run(["make", "-s", f"CONFIG={config}"], cwd=NATIVE.parent, check=True)
     key = hashlib.sha256(config.encode()).hexdigest()[:12]
     return Library(NATIVE.parent / "build" / f"host-{key}" / "libcolibri.so")
@@ -69,6 +69,8 @@ class Stack:
             model = np.zeros(self.library.model_bytes(), np.uint8)
             self.library.bind(model.ctypes.data, 0, header.ctypes.data, weights.ctypes.data, layers.ctypes.data,
                               state.ctypes.data, batch.ctypes.data, 1, threads, None)
+            start = int(model.view(structs["Model"])["state"]["place"][0]) - state.ctypes.data
+            state[start:start + 4 * LAYERS * EXPERTS].view(np.int32).reshape(LAYERS, EXPERTS)[:] = np.arange(EXPERTS)
             x = np.zeros((512, HIDDEN), np.float32)
             batch["input"] = x.ctypes.data
             self.models[threads] = model, batch, x, (header, layers, weights, state)

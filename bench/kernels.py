@@ -1,12 +1,13 @@
 """Times the MoE block and the dense ops on the GPU, whole and by op, beside ceilings measured in the same run.
 
-    python -m bench.kernels [--shape NAME] [--tokens 1,4,16,32] [--ops NAME,...] [--extra -DNAME=VALUE] [--csv FILE]
+    python -m bench.kernels [--shape NAME] [--tokens 1,4,16,32] [--ops NAME,...] [--positions N]
+                            [--extra -DNAME=VALUE] [--csv FILE]
 
 Weights are random, from one seed, and cold: a graph runs the ops over several layers, several times, and what lies
 between two readings of the same weights outgrows the L2 cache. Only the "example" shape is as small as that cache.
 Times are medians over launches of a graph, divided by the layers it runs; where experts are read, means of those over
 several draws of the input, for how many experts are read is chance. Bytes are the weights that are read: the routed
-experts', or the whole matrix; attention's are the keys and values of 512 positions a token. `select` is routing
+experts', or the whole matrix; attention's are the keys and values of --positions, 512, a token. `select` is routing
 from the logits on, where that is a kernel of its own. With more than 64 tokens, which are then one prompt, the
 operations are counted too; their ceiling is torch's product, where torch is installed.
 """
@@ -27,8 +28,9 @@ import numpy as np
 from cuda.bindings import nvrtc
 
 from bench.program import ROOT, Parser, count, names, run, several
+from colibri.errors import ColibriError
 from colibri.gpu import arch, call, driver, properties
-from colibri.headers import stored_elements
+from colibri.headers import default, stored_elements
 from colibri.native import Library
 
 COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
@@ -47,8 +49,7 @@ SHAPES = {
 }
 MIN_LAYERS = 8  # of a graph, so that its own start hardly counts
 DRAWS = 16  # of the input, where it decides how many experts are read
-NUM_SLOTS = 32
-POSITIONS = 512
+NUM_SLOTS = 32  # the most tokens that are each of a sequence of its own; more are one prompt
 PROBES = r"""
 extern "C" __global__ void read(const uint4 *from, unsigned *to, long count) {
     unsigned sum = 0;
@@ -67,7 +68,8 @@ extern "C" __global__ void read(const uint4 *from, unsigned *to, long count) {
 
 def library(config, extra=""):
     """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
-    text = " ".join([f"-D{name.upper()}={value}" for name, value in config.items() if name != "num_layers"] + extra.split())
+    defines = [f"-D{default().macros[name]}={value}" for name, value in config.items() if name != "num_layers"]
+    text = " ".join(defines + extra.split())
     subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, check=True)
     return Library(ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so")
 
@@ -75,11 +77,14 @@ def library(config, extra=""):
 class Bench:
     """One shape's library and random weights on the GPU."""
 
-    def __init__(self, shape, extra=""):
-        self.config = {**CONFIG, **SHAPES[shape]}
+    def __init__(self, shape, extra="", positions=512, num_slots=NUM_SLOTS):
+        self.config, self.positions = {**CONFIG, **SHAPES[shape]}, positions
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", properties().handle))
         self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.library = library(self.config, extra)
+        longest = self.library.baked["max_seq_len"]
+        if positions > longest:
+            raise ColibriError(f"--positions={positions}, expected at most {longest}; --extra=-DMAX_SEQ_LEN=N raises it")
         self.rng, self.block, self.blocks = np.random.default_rng(1), None, []
         headers, num_layers = self.library.headers, self.config["num_layers"]
         header, weights = np.zeros(1, headers.structs["BinHeader"]), np.zeros(1, headers.structs["Weights"])
@@ -98,16 +103,18 @@ class Bench:
         memory = (ctypes.c_uint8 * headers.structs["Batch"].itemsize).from_address(self.batch)
         self.fields = np.frombuffer(memory, headers.structs["Batch"])
         self.fields.view(np.uint8)[:] = 0
-        size = self.library.state_bytes(1, header.ctypes.data, NUM_SLOTS)
+        size = self.library.state_bytes(1, header.ctypes.data, num_slots)
         self.state = self.allocate(size)
         call("cuMemsetD8", self.state, 0, size)
         self.offsets, offset = {}, 0
-        for buffer in headers.state_buffers(header[0], NUM_SLOTS):
+        for buffer in headers.state_buffers(header[0], num_slots):
             self.offsets[buffer.name] = self.state + offset
             offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
         self.library.bind(self.model.ctypes.data, 1, header.ctypes.data, weights.ctypes.data, self.layers.ctypes.data,
-                          self.state, self.batch, NUM_SLOTS, 1, int(self.stream))
+                          self.state, self.batch, num_slots, 1, int(self.stream))
+        experts = np.tile(np.arange(self.config["num_experts"], dtype=np.int32), (num_layers, 1))
+        call("cuMemcpyHtoD", self.offsets["place"], experts.ctypes.data, experts.nbytes)
         self.keep = header, weights
 
     def allocate(self, size):
@@ -148,7 +155,7 @@ class Bench:
         self.fields["num_tokens"] = self.fields["num_logits"] = tokens
         is_prompt = tokens > NUM_SLOTS
         self.fields["slots"][0, :tokens] = 0 if is_prompt else np.arange(tokens)
-        self.fields["positions"][0, :tokens] = np.arange(tokens) if is_prompt else POSITIONS - 1
+        self.fields["positions"][0, :tokens] = np.arange(tokens) if is_prompt else self.positions - 1
         self.fields["logit_rows"][0, :tokens] = np.arange(tokens)
         self.run(["begin"], tokens, [0])
 
@@ -280,22 +287,24 @@ def product_ceiling(size=8192):
 BLOCK = ["router", "experts_up", "experts_down", "combine"]
 MOE_OPS = {"block": BLOCK, "single": BLOCK, "router": ["router"], "select": [],
            "experts_up": ["experts_up"], "experts_down": ["experts_down"], "combine": ["combine"]}
-DENSE_OPS = {name: [name] for name in ("norm", "qkv", "rope", "attention", "attention_out", "gather_norm", "lm_head")}
+DENSE_OPS = {name: [name] for name in ("ffn_norm", "qkv", "rope", "attention", "attention_out", "gather_norm",
+                                              "lm_head")}
 MLP_OPS = {"mlp": ["mlp"]}
 OPS = {**MOE_OPS, **DENSE_OPS, **MLP_OPS}
 MATRICES = {"block": 3, "single": 3, "experts_up": 2, "experts_down": 1}
 
 
-def work(config, op, tokens, experts):
+def work(bench, op, tokens, experts):
     """(bytes read, floating-point operations) of an op; experts: those that are read."""
+    config = bench.config
     hidden, width = config["hidden"], config["num_heads"] * config["head_dim"]
     kv_width = config["num_kv_heads"] * config["head_dim"]
     if op in MATRICES:
         matrix = MATRICES[op] * hidden * config["ffn"]
         return experts * matrix * 2, 2 * tokens * config["k"] * matrix
     if op == "attention":  # a prompt's token sees itself and those before
-        seen = (tokens + 1) / 2 if tokens > NUM_SLOTS else POSITIONS
-        kept = tokens if tokens > NUM_SLOTS else tokens * POSITIONS
+        seen = (tokens + 1) / 2 if tokens > NUM_SLOTS else bench.positions
+        kept = tokens if tokens > NUM_SLOTS else tokens * bench.positions
         return kept * kv_width * 2 * 4, 4 * tokens * seen * width
     elements = {"qkv": (width + 2 * kv_width) * hidden, "attention_out": hidden * width,
                 "lm_head": config["vocab_size"] * hidden, "mlp": 3 * hidden * config.get("shared_ffn", 0)}.get(op, 0)
@@ -317,7 +326,7 @@ def measure(bench, tokens, ops):
         graphs = [[layer] for layer in layers] if op == "single" else [layers]
         how_often = {} if op in MATRICES else {"count": 1, "repeats": 40}
         microseconds, experts = bench.draws(OPS[op], tokens, graphs, **how_often)
-        rows.append((op, microseconds, *work(config, op, tokens, experts), experts))
+        rows.append((op, microseconds, *work(bench, op, tokens, experts), experts))
     return rows
 
 
@@ -358,6 +367,8 @@ def main():
     parser = Parser("kernels", __doc__)
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--tokens", type=several(count), default=[1, 4, 16, 32], metavar="N,N,...")
+    parser.add_argument("--positions", type=count, default=512, metavar="N",
+                        help="that a token sees, up to the library's MAX_SEQ_LEN (--extra)")
     parser.add_argument("--extra", default="")
     parser.add_argument("--ops", type=names(OPS), metavar="NAME,...",
                         help=f"of {', '.join(OPS)}; default: those that the shape is for")
@@ -365,7 +376,8 @@ def main():
     arguments = parser.parse_args()
     rows = []
     for shape in [arguments.shape] if arguments.shape else SHAPES:
-        bench = Bench(shape, arguments.extra)
+        slots = max([tokens for tokens in arguments.tokens if tokens <= NUM_SLOTS], default=1)
+        bench = Bench(shape, arguments.extra, arguments.positions, slots)
         if not rows:
             read, copy = read_ceiling(bench.stream)
             product = product_ceiling() if max(arguments.tokens) > 64 else None

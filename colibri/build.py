@@ -33,6 +33,7 @@ PROBE = ("gcc", "-shared", "-fPIC", "-fopenmp", *(f"-include{name}.h" for name i
          "-x", "c", os.devnull, "-o", os.devnull, "-lgomp", "-lm")
 DEFINE = re.compile(r"-D[A-Za-z_][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+")
 NUMBER = re.compile("0|[1-9][0-9]{0,7}")
+MOST = 99999999  # that it matches
 
 
 def library_path(checkpoint, arch="host", build=True):
@@ -75,9 +76,9 @@ def defines(header):
     baked = headers.default().structs["Config"].names
     shape = baked[:baked.index("interleave_rows")]
     own = {name: header[name] for name in shape if name not in DERIVED}  # whose defaults are other macros
-    constants = {**_constants(tuple(own.items())), **{name.upper(): headers.default().constants[name.upper()]
-                                                      for name in own}}
-    return [f"-D{name.upper()}={header[name]}" for name in shape if header[name] != constants[name.upper()]]
+    macros, plain = headers.default().macros, headers.default().constants
+    constants = {**_constants(tuple(own.items())), **{macros[name]: plain[macros[name]] for name in own}}
+    return [f"-D{macros[name]}={header[name]}" for name in shape if header[name] != constants[macros[name]]]
 
 
 @functools.cache
@@ -110,9 +111,8 @@ def check_defines(checkpoint=None):
         if name in names:
             raise ColibriError(f"DEFINES: {option}, expected {name} once; leave one of them out")
         names.add(name)
-        field = name.lower()
-        structs = headers.default().structs
-        shape = field in structs["Config"].names and field in structs["BinHeader"].names
+        field = {macro: field for field, macro in headers.default().macros.items()}[name]
+        shape = field in headers.default().structs["BinHeader"].names
         least = 0 if shape else 1
         if not NUMBER.fullmatch(value) or int(value) < least:  # C takes 32+1 apart where it multiplies, and 064 as 52
             raise ColibriError(f"DEFINES: {option}, expected a number of {least} to 99999999, in digits without a 0 "
@@ -122,10 +122,11 @@ def check_defines(checkpoint=None):
                                "model decides, leave it out")
 
 
-def raise_limit(macro, value):
-    """What to do where a library was built for less than `value`."""
+def raise_limit(macro, value, note=""):
+    """What to do where a library was built for less than `value`. note: what else there is to know of the limit."""
     unset = "unset COLIBRI_LIBRARY and " if "COLIBRI_LIBRARY" in os.environ else ""
-    return f"{macro} of the library; use fewer, or {unset}raise it with DEFINES=-D{macro}={value} in the environment"
+    return (f"{macro} of the library{note}; use fewer, or {unset}raise it with DEFINES=-D{macro}={min(value, MOST)} in "
+            "the environment")
 
 
 def make_command(checkpoint, arch="host"):

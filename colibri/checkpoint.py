@@ -20,6 +20,7 @@ from colibri.errors import ColibriError
 FLAGS = ("gated", "router_bias", "renormalize", "tied_embeddings", "qkv_bias", "attention_out_bias", "sinks",
          "norm_bias", "router_logit_bias", "expert_bias", "shared_gate", "ffn_out_bias", "lm_head_bias")
 FLOATS = ("routed_scaling", "norm_eps", "rope_theta", "attention_scale", "clip_qkv", "rope_attention_factor",
+          "rope_long_attention_factor", "rope_dynamic_factor",
           "renormalize_min", "router_jitter", "swiglu_alpha", "swiglu_limit", "final_norm_eps", "latent_norm_eps",
           "embedding_multiplier", "residual_multiplier", "logits_multiplier")
 STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # bf16 as its bits
@@ -106,7 +107,7 @@ class Checkpoint:
         return self.data[offset:end].view(struct)
 
     def _check_values(self):
-        """The header's values against what a library can be built for (config.h has the same rules as asserts)."""
+        """The header's values against what a library can be built for."""
         header = self.header
         for name, prefix in (("weight_dtype", "DTYPE"), ("activation", "ACTIVATION"), ("router_kind", "ROUTER"),
                              ("norm_kind", "NORM"), ("rope_kind", "ROPE"), ("attention_kind", "ATTENTION"),
@@ -116,8 +117,7 @@ class Checkpoint:
             self.expect(header[name] in codes.values(), name, header[name], f"one of {known}")
         for name in FLAGS:
             self.expect(header[name] in (0, 1), name, header[name], "0 or 1")
-        for name in ("hidden", "ffn", "num_layers"):
-            self.expect(header[name] >= 1, name, header[name], "at least 1")
+        self.expect(header["num_layers"] >= 1, "num_layers", header["num_layers"], "at least 1")
         for name in FLOATS:
             self.expect(math.isfinite(header[name]) and header[name] >= 0, name, header[name], "a finite number")
         rows = self._constants["PANEL_ROWS"]
@@ -126,45 +126,22 @@ class Checkpoint:
         if header["rope_kind"]:
             self.expect(header["rope_theta"] > 0, "rope_theta", header["rope_theta"], "more than 0")
         self.expect(header["interleave_rows"] == rows, "interleave_rows", header["interleave_rows"], rows)
-        self._check_routing(header)
-        self._check_attention(header)
+        if broken := self._headers.broken_rule(header):
+            field, rule = broken
+            self.expect(False, field, header[field], rule)
+        self._check_rope(header)
         self._check_layers(header)
         self._check_text(header)
 
-    def _check_routing(self, header):
-        experts, k, groups = header["num_experts"], header["k"], header["num_groups"]
-        self.expect(1 <= experts <= 256, "num_experts", experts, "1 to 256")
-        self.expect(1 <= k <= min(16, experts), "k", k, f"1 to {min(16, experts)} for num_experts={experts}")
-        self.expect(groups >= 1 and experts % groups == 0, "num_groups", groups, f"a divisor of num_experts={experts}")
-        chosen = header["topk_groups"]
-        self.expect(1 <= chosen <= groups, "topk_groups", chosen, f"1 to num_groups={groups}")
-        self.expect(chosen * (experts // groups) >= k, "topk_groups", chosen, f"enough groups to hold k={k} experts")
-        sparsemixer = header["router_kind"] == self._constants["ROUTER_SPARSEMIXER"]
-        self.expect(not sparsemixer or k == 2, "k", k, "2 with router_kind=sparsemixer")
-
-    def _check_attention(self, header):
-        heads, kv_heads, head_dim = header["num_heads"], header["num_kv_heads"], header["head_dim"]
-        self.expect((heads == 0) == (header["vocab_size"] == 0), "vocab_size", header["vocab_size"],
-                    "0 for a bare stack of MoE layers (num_heads=0) and at least 1 otherwise")
-        if not heads:
-            self.expect(kv_heads == 0, "num_kv_heads", kv_heads, "0 for num_heads=0")
-            self.expect(head_dim == 0, "head_dim", head_dim, "0 for num_heads=0")
-        else:
-            self.expect(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads,
-                        f"a divisor of num_heads={heads}")
-            self.expect(2 <= head_dim <= 512 and head_dim % 2 == 0, "head_dim", head_dim, "an even number, 2 to 512")
-        rotary, v_dim, kind = (header[name] for name in ("rotary_dim", "v_head_dim", "attention_kind"))
-        latent, moa = (kind == self._constants[f"ATTENTION_{name}"] for name in ("LATENT", "MOA"))
-        self.expect(rotary % 2 == 0 and rotary <= head_dim - 2 * latent, "rotary_dim", rotary,
-                    f"an even number up to head_dim={head_dim}" + (" - 2" if latent else ""))
-        self.expect(1 <= v_dim <= 512 if latent else v_dim == head_dim, "v_head_dim", v_dim,
-                    "1 to 512" if latent else f"head_dim={head_dim}")
-        self.expect((header["kv_lora_rank"] > 0) == latent, "kv_lora_rank", header["kv_lora_rank"],
-                    "at least 1 with latent attention, else 0")
-        self.expect(latent or header["q_lora_rank"] == 0, "q_lora_rank", header["q_lora_rank"], "0 without a latent")
-        self.expect(not latent or kv_heads == heads, "num_kv_heads", kv_heads, f"num_heads={heads} with a latent")
-        self.expect(not moa or heads == header["k"] * kv_heads, "num_heads", heads,
-                    f"k * num_kv_heads={header['k'] * kv_heads} with experts of attention")
+    def _check_rope(self, header):
+        """Checks what the kinds of rope need whose frequencies depend on a length."""
+        is_long, is_dynamic = (header["rope_kind"] == self._constants[f"ROPE_{name}"] for name in ("LONG", "DYNAMIC"))
+        if is_long or is_dynamic:
+            self.expect(header["rope_original_positions"] >= 1, "rope_original_positions",
+                        header["rope_original_positions"], "at least 1 with rope_kind=long or dynamic")
+        if is_dynamic:
+            self.expect(header["rope_dynamic_factor"] >= 1, "rope_dynamic_factor", header["rope_dynamic_factor"],
+                        "at least 1 with rope_kind=dynamic")
 
     def _check_layers(self, header):
         """The sets of layers, and what those need."""
@@ -176,8 +153,6 @@ class Checkpoint:
         bare = header["num_heads"] == 0
         self.expect(not bare or not any(header["dense_layers"]), "dense_layers", "some", "none in a bare stack")
         self.expect(header["window"] < 1 << 31, "window", header["window"], "below 2^31")
-        wide = header["dense_ffn"] or header["shared_ffn"]
-        self.expect(not wide or header["gated"], "gated", header["gated"], "1 with dense_ffn or shared_ffn")
 
     def _check_text(self, header):
         """Checks the tokens that begin a prompt and that end a text."""
@@ -209,7 +184,7 @@ class Checkpoint:
 
     def _view(self, tensor, entry):
         where = f"{self.path}: {tensor.name}"
-        code = self._constants["DTYPE_F32"] if tensor.type == "float" else self.header["weight_dtype"]
+        code = headers.format_of(tensor.type, self.header)
         names = {code: name.upper() for name, code in self._headers.codes("DTYPE").items()}
         got = names.get(entry["dtype"].item(), entry["dtype"])
         rank, offset, size = (entry[name].item() for name in ("rank", "offset", "bytes"))

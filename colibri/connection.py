@@ -6,10 +6,12 @@ import re
 import time
 from json.encoder import encode_basestring_ascii
 
-from colibri.requests import Refused, cancelled_id, parse
+from colibri.intake import LARGE
+from colibri.requests import Refused, Request, cancelled_id
 
 MAX_UNREAD_BYTES = 4 << 20  # that a client may leave unread before it is dropped ...
 MAX_STALL_SECONDS = 60      # ... and so long it may take nothing of what waits for it, or stop within a message
+IDLE_SECONDS = {"lines": 86400, "http": 300}  # without a request before a connection ends: HTTP's clients open another
 HTTP_LINE = re.compile(rb"[A-Z]+ \S+ HTTP/")  # by which a browser would bring in a line of somebody else's page
 LINES_A_TURN = 64           # of one client, before others have their turn
 
@@ -18,24 +20,29 @@ class Connection(asyncio.Protocol):
     """What lines and HTTP share. The transport is a socket's, or stdio.Pipes.
 
     running: {id: Request}
+    is_reading: a message is read on another thread; what follows it waits
+    active: when something arrived or was sent
     """
 
-    is_patient = False  # with a client that reads slowly
+    kind = None         # of IDLE_SECONDS
+    is_patient = False  # with a client that reads slowly, or sends nothing
+    spare_places = 0    # beyond the server's max_connections, for what needs no request
 
     def __init__(self, server):
         self.server, self.transport = server, None
         self.running = {}
         self.is_full = False    # as many bytes wait for the client as should: nothing more is read from it ...
         self.is_sated = False   # ... nor here, where as many wait to be handled
-        self.is_closing = self._is_dropped = False
+        self.is_closing = self._is_dropped = self.is_reading = False
+        self.is_spare = False   # has one of the spare places
+        self.active = time.monotonic()
         self._input, self._output = bytearray(), []
         self._waiting, self._moved = 0, time.monotonic()  # bytes for the client at the last check; when anything moved
 
     def connection_made(self, transport):
         self.transport = transport
         if not self.server.opened(self):
-            self.refuse(Refused(f"connections: {self.server.max_connections} are open, expected fewer; close one first",
-                                "too_many_connections"))
+            self.refuse(self.too_many())
             self.close()
 
     def connection_lost(self, exc):
@@ -55,7 +62,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data):
         self._input += data
-        self._moved = time.monotonic()
+        self._moved = self.active = time.monotonic()
+        self.server.touched(self)
         self.pump()
 
     def pump(self):
@@ -91,6 +99,8 @@ class Connection(asyncio.Protocol):
             return
         self.transport.write(b"".join(self._output))
         self._output.clear()
+        self.active = time.monotonic()
+        self.server.touched(self)
         if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES and not self.is_patient:
             self.drop(f"more than {MAX_UNREAD_BYTES >> 20} MiB unread")
 
@@ -110,11 +120,44 @@ class Connection(asyncio.Protocol):
 
     def drain(self):
         """The server will end: so does the connection, when its requests have."""
-        if not self.running:
+        if not self.running and not self.is_reading:
             self.close()
 
+    def read(self, data):
+        """Handles a message, a large one when another thread has read it."""
+        if len(data) > LARGE:
+            self.is_reading = True
+            self.server.run(lambda: self.understand(data), len(data), self._was_read)
+            return
+        made = error = None
+        try:
+            made = self.understand(data)
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the client is told
+            error = raised
+        self._act(made, error)
+
+    def _was_read(self, made, error):
+        self.is_reading = False
+        if not self.is_closing:
+            self._act(made, error)
+            self.pump()
+
+    def _act(self, made, error):
+        if error is None:
+            try:
+                self.take(made)
+            except Refused as refused:
+                error = refused
+        if error is not None:
+            self.refuse(self.server.refusal(error))
+
+    def is_idle(self):
+        """Whether it can be closed and nobody would miss an answer."""
+        return not (self.running or self.is_reading or self.is_closing or self.is_patient or self.is_within_message()
+                    or self.transport.get_write_buffer_size())
+
     def check(self, now):
-        """Called now and then: drops a client that takes nothing, or stops within what it sends."""
+        """Called now and then: drops a client that takes nothing, or stops within what it sends; ends an idle one."""
         waiting = self.transport.get_write_buffer_size()
         if waiting != self._waiting:
             self._waiting, self._moved = waiting, now
@@ -123,10 +166,20 @@ class Connection(asyncio.Protocol):
                 self.drop(f"took nothing for {MAX_STALL_SECONDS} s")
             elif self.is_within_message() and not self.running:
                 self.drop(f"sent half a message, then nothing for {MAX_STALL_SECONDS} s")
+        if now - self.active > IDLE_SECONDS[self.kind] and self.is_idle():
+            self.close()
 
-    def too_long(self, where):
-        return Refused(f"{where}: more than {self.server.reader.max_bytes} bytes, expected fewer; no prompt that fits "
-                       "the context is as long", "too_long")
+    def too_many(self):
+        return Refused(f"connections: {self.server.max_connections} are open and none is idle, expected fewer; close "
+                       "one first", "too_many_connections")
+
+    def understand(self, data):
+        """What take() needs of a message's bytes. Runs on any thread; raises Refused."""
+        raise NotImplementedError
+
+    def take(self, made):
+        """Does what a message asks for; raises Refused."""
+        raise NotImplementedError
 
     def is_within_message(self):
         """Whether a part of a message has arrived."""
@@ -148,6 +201,8 @@ class Connection(asyncio.Protocol):
 class Lines(Connection):
     """One JSON object a line, both ways."""
 
+    kind = "lines"
+
     def __init__(self, server):
         super().__init__(server)
         self.is_ended = False
@@ -160,7 +215,8 @@ class Lines(Connection):
 
     def consume(self, count):
         """True where more lines may wait."""
-        while count and not self.is_full and not self.is_closing:
+        self.is_sated = False
+        while count and not (self.is_full or self.is_closing or self.is_reading):
             end = self._input.find(b"\n", self._searched)
             if end < 0:
                 self._keep()
@@ -173,44 +229,44 @@ class Lines(Connection):
             if self._is_skipping:
                 self._is_skipping = False
             elif len(line) > self.server.reader.max_bytes:
-                self.refuse(self.too_long("line"))
+                self.refuse(self.server.reader.too_long(line, "line"))
             elif self._is_first and HTTP_LINE.match(line):
                 self.refuse(Refused("line: HTTP, expected a JSON object a line; HTTP is spoken at --http"))
                 if not self.is_patient:  # no browser writes to stdin
                     self.close()
             elif line.strip():
-                self.line(line)
+                self.read(line)
             self._is_first = False
             count -= 1
+        self.is_sated = self.is_reading and len(self._input) > self.server.reader.max_bytes
         self.flush()
-        return not self.is_closing
+        return not (self.is_closing or self.is_reading)
 
     def _keep(self):
         """Of a line that has not ended: as much as may be one."""
         self._searched = len(self._input)
         if len(self._input) > self.server.reader.max_bytes or self._is_skipping:
             if not self._is_skipping:
-                self.refuse(self.too_long("line"))
+                self.refuse(self.server.reader.too_long(self._input, "line"))
             self._input.clear()
             self._searched, self._is_skipping = 0, True
 
-    def line(self, line):
-        try:
-            values = parse(line)
-            identity = cancelled_id(values)
-            if identity is not None:
-                if identity in self.running:  # else it has just ended
-                    self.server.cancel(self.running[identity])
-                return
-            request = self.server.reader.request(values)
-            if request.id in self.running:
-                raise Refused(f"id: {json.dumps(request.id)} is running, expected another; wait for its end",
-                              id=request.id)
-            request.owner = self
-            self.server.submit(request)
-            self.running[request.id] = request
-        except Refused as error:
-            self.refuse(error)
+    def understand(self, data):
+        """A Request, or the id of one that is cancelled."""
+        values = self.server.reader.parse(data)
+        identity = cancelled_id(values)
+        return self.server.reader.request(values) if identity is None else identity
+
+    def take(self, made):
+        if not isinstance(made, Request):
+            if made in self.running:  # else it has just ended
+                self.server.cancel(self.running[made])
+            return
+        if made.id in self.running:
+            raise Refused(f"id: {json.dumps(made.id)} is running, expected another; wait for its end", id=made.id)
+        made.owner = self
+        self.server.submit(made)
+        self.running[made.id] = made
 
     def refuse(self, error):
         self.server.refused(error)
@@ -245,7 +301,8 @@ class Lines(Connection):
         self.pump()
 
     def _end(self):
-        if (self.is_ended and not self._input or self.server.is_draining) and not self.running:
+        is_last = self.is_ended and not self._input or self.server.is_draining
+        if is_last and not self.running and not self.is_reading:
             self.close()
 
 

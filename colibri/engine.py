@@ -13,6 +13,7 @@ import numpy as np
 from colibri import build, native
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
+from colibri.rope import RopeLengths
 from colibri.weights import HostMemory, needs_gpu, pointers, usable_processors
 
 BACKENDS = ("auto", "host", "cuda")
@@ -122,9 +123,24 @@ class Engine:
         library.bind(self._address, memory.code, header.ctypes.data, self._weights[0].ctypes.data,
                      self._weights[1].ctypes.data, state, self.batch.ctypes.data, self.num_slots, self.threads,
                      memory.stream)
+        self._place_experts()
         self._fields = {name: self.batch[name] if self.batch[name].ndim == 1 else self.batch[name][0]
                         for name in self.batch.dtype.names}
         self._positions = np.arange(library.baked["max_seq_len"], dtype=np.int32)
+        is_long, is_dynamic = (header[0]["rope_kind"] == library.headers.constants[f"ROPE_{kind}"]
+                               for kind in ("LONG", "DYNAMIC"))
+        original = int(header[0]["rope_original_positions"])
+        self._has_rope_lengths = bool(is_long or is_dynamic) and original < self.context
+        self._rope_original = original if is_long else 0
+
+    def _place_experts(self):
+        """Tells the kernels where each expert stands: as in the file, expert e at place e."""
+        stored, num_experts = self.library.baked["stored_experts"], self.checkpoint.header["num_experts"]
+        if stored != num_experts:
+            raise ColibriError(f"{self.library.file}: stored_experts={stored}, expected num_experts={num_experts}, "
+                               "since a model's experts are all in memory; leave STORED_EXPERTS out of DEFINES")
+        self._places = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))  # kept while it is copied
+        self.memory.write(int(self._model["state"]["place"][0]), self._places)
 
     @alone
     def session(self):
@@ -177,6 +193,8 @@ class Engine:
 
     def _run_all(self, work, samplers, every):
         pending, num_rows = [], 0
+        for session, tokens in work if self._has_rope_lengths else ():
+            self._compute_again(session, session.rope.begin(session.length, tokens, self._rope_original))
         for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
             pending.append((session, tokens, sampler, num_rows))
             num_rows += len(tokens) if every else 1
@@ -195,6 +213,21 @@ class Engine:
             for session, count in taken:
                 session.length += count
         return results
+
+    def _compute_again(self, session, tokens):
+        """Computes the keys and values of a session's earlier tokens, [] or all, for its new length of rope."""
+        pending, length = [(session, tokens, None, 0)] if tokens else [], session.length
+        try:
+            session.length -= len(tokens)
+            while pending:
+                pending, num_tokens, _, _ = self._fill(pending, True, False)
+                self._run(self.library.forward, num_tokens, 0)
+                session.length += num_tokens
+        except BaseException:
+            session.rope.spoil()
+            raise
+        finally:
+            session.length = length
 
     @alone
     def stack(self, x):
@@ -232,8 +265,9 @@ class Engine:
         """For an error about too many tokens: how many fit, which limit that is, and what to do to have `wanted`."""
         positions, built = self.checkpoint.header["max_positions"], self.library.baked["max_seq_len"]
         if 0 < positions <= built:
-            return f"{positions}, max_positions of {self.checkpoint.path}; use fewer"
-        return f"{built}, {build.raise_limit('MAX_SEQ_LEN', min(wanted, positions or wanted))}"
+            return f"{positions}, the model's own positions (max_positions of {self.checkpoint.path}); use fewer"
+        note = f" (the model has {positions} positions)" if positions else ""
+        return f"{built}, {build.raise_limit('MAX_SEQ_LEN', min(wanted, positions or wanted), note)}"
 
     def state(self, name, rows=None):
         """The first rows (None: all) of a buffer of model.h's STATE_BUFFERS, as the last step left it; copy to keep."""
@@ -378,6 +412,9 @@ class Engine:
             tokens = [token for token, in tokens]
         for name, values in (("tokens", tokens), ("positions", lengths), ("slots", slots)):
             self._fields[name][:num_tokens] = values
+        if self._has_rope_lengths:
+            self._fields["rope_lengths"][:num_tokens] = np.repeat([session.rope.length for session, _ in taken],
+                                                                  [count for _, count in taken])
 
     def _set_samplers(self, drawn):
         """drawn: [(sampler, the position that its token will have)]"""
@@ -401,9 +438,18 @@ class Session:
 
     def __init__(self, engine, slot):
         self.engine, self.slot, self.length = engine, slot, 0
+        self.rope = RopeLengths()
         # Appending to a list needs no lock, which a thread that drops the session might be holding.
         self._release = weakref.finalize(self, engine._free_slots.append, slot)
         self._release.atexit = False
+
+    def expect(self, num_tokens):
+        """Says that the next num_tokens tokens are one prompt, which may come in several steps.
+
+        Longrope and dynamic NTK choose the frequencies of a prompt by its whole length; other models need not know.
+        """
+        left = self.engine.context - self.length
+        self.rope.expected = self.length + _between("num_tokens", num_tokens, 0, 1, left)
 
     def prefill(self, tokens):
         """Appends tokens (ints or bytes). Returns the logits after the last one, float32 (vocab_size,)."""
@@ -430,9 +476,12 @@ class Session:
         except TypeError:
             raise ColibriError(f"tokens: {prompt_tokens}, expected ints or bytes") from None
         room = self.engine.room(self.length + len(tokens))
-        if not isinstance(max_new_tokens, Integral) or not 1 <= max_new_tokens <= room:
-            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room}, which the context of "
-                               f"{self.engine.context} leaves after {self.length + len(tokens)} tokens")
+        if isinstance(max_new_tokens, Integral) and max_new_tokens > room:
+            count = self.length + len(tokens)
+            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room} after {count} tokens in a "
+                               f"context of {self.engine.context_rule(count + int(max_new_tokens) - 1)}")
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room}")
         return self._generate(tokens, max_new_tokens, sampler)
 
     def _generate(self, tokens, max_new_tokens, sampler):

@@ -17,7 +17,7 @@ from collections import namedtuple
 import numpy as np
 
 from colibri.errors import ColibriError
-from colibri.headers import default
+from colibri.headers import default, format_of
 from colibri.weights import usable_processors
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
@@ -108,10 +108,17 @@ def memory_info():
 
 
 def check_weights(checkpoint):
-    """That the kernels can be built for a model's weights."""
-    if checkpoint.header["weight_dtype"] == default().constants["DTYPE_F32"]:
-        raise ColibriError(f"{checkpoint.path}: weight_dtype=f32, expected f16 or bf16 on a GPU; convert the model with "
-                           "--dtype bf16, or run it with --backend host")
+    """Checks that the kernels can be built for a model's weights."""
+    names = {code: name for name, code in default().codes("DTYPE").items()}
+    experts, dense = (names[format_of(kind, checkpoint.header)] for kind in ("expert_t", "dense_t"))
+    fix = "convert the model with --dtype bf16, or run it with --backend host"
+    for field, dtype in (("expert_dtype", experts), ("dense_dtype", dense)):
+        if dtype == "f32":
+            field = field if checkpoint.header[field] else "weight_dtype"
+            raise ColibriError(f"{checkpoint.path}: {field}=f32, expected f16 or bf16 on a GPU; {fix}")
+    if experts != dense:
+        raise ColibriError(f"{checkpoint.path}: experts in {experts} and dense matrices in {dense}, expected one dtype "
+                           f"on a GPU; {fix}")
 
 
 def check_library(library):

@@ -23,9 +23,10 @@ POINTER = "<u8"
 ARGUMENTS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
              "char *": ctypes.c_char_p, "void *": ctypes.c_void_p}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-             ast.Gt: operator.gt, ast.Lt: operator.lt, ast.Eq: operator.eq, ast.USub: operator.neg}
+             ast.Mod: operator.mod, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt,
+             ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.USub: operator.neg}
 
-Tensor = namedtuple("Tensor", "name type shape")  # type: "float" or "weight_t"; shape: 1, 2 or 3 ints
+Tensor = namedtuple("Tensor", "name type shape")  # type: "float", "expert_t" or "dense_t"; shape: 1-3 ints
 Buffer = namedtuple("Buffer", "name dtype rows columns")
 Function = namedtuple("Function", "restype argtypes")
 
@@ -40,6 +41,7 @@ class Headers:
     """What the headers say for one baked configuration.
 
     constants: {"PANEL_ROWS": 64, ...}, every #define that is an integer, under this configuration
+    macros:    {"num_experts": "NUM_EXPERTS", ...}, the macro that sets each of struct Config's fields
     structs:   {"BinHeader": numpy dtype, ...}; pointers are u64
     options:   ["NUM_EXPERTS", ...], the macros that DEFINES may set
     functions: {"colibri_bind": Function(restype, argtypes), ...} in ctypes types
@@ -47,12 +49,15 @@ class Headers:
 
     def __init__(self, config=None):
         """config: {"num_experts": 8, ...} overrides config.h's defaults; names are struct Config's fields."""
-        sources = {name: _read(name) for name in ("format.h", "config.h", "model.h", "colibri.h")}
+        names = "format.h", "panels.h", "config.h", "model.h", "cache.h", "colibri.h"
+        sources = {name: _read(name) for name in names}
         text = "\n".join(sources.values())
-        self.tables = {name: re.findall(r"\b[TB]\(([^()]*(?:\([^()]*\)[^()]*)*)\)", body)
-                       for name, body in re.findall(r"^#define (\w+)\([TB]\) (.*)$", text, re.MULTILINE)}
+        self.tables = {name: _rows(row, body)
+                       for name, row, body in re.findall(r"^#define (\w+)\(([A-Z])\) (.*)$", text, re.MULTILINE)}
+        self.macros = dict(map(_columns, self.tables["CONFIG_FIELDS"]))
         self._defines = dict(re.findall(r"^#define (\w+)[ \t]+(\S.*?)[ \t]*$", text, re.MULTILINE))
-        self._defines.update({name.upper(): str(int(value)) for name, value in (config or {}).items()})
+        self._defines.update({self.macros[name]: str(int(value)) for name, value in (config or {}).items()})
+        self._members = dict(re.findall(r"^#define (\w+)\(\w+,[^)]*\) (?:const )?(.*);$", text, re.MULTILINE))
         self.constants = {name: value for name in self._defines if (value := self._constant(name)) is not None}
         self.options = [name for name in re.findall(r"^#ifndef (\w+)\n#define \1 ", sources["config.h"], re.MULTILINE)
                         if name != "CUDA_ARCH"]  # which ARCH sets
@@ -88,6 +93,15 @@ class Headers:
             scope[name] = evaluate(expression, scope)
         return scope
 
+    def broken_rule(self, fields):
+        """(field, what is expected of it) of the first of MODEL_RULES that a header's fields break; None: of none."""
+        names = {**self.constants, **fields}
+        for row in self.tables["MODEL_RULES"]:
+            field, condition, words = _columns(row, 2)
+            if not evaluate(condition, names):
+                return field, words.strip('"').format_map(names)
+        return None
+
     def cache_values(self, header):
         """CACHE_VALUES by name, with num_layers and num_windowed. header: a mapping with BinHeader's fields."""
         layers = int(header["num_layers"])
@@ -116,9 +130,11 @@ class Headers:
             return None
 
     def _fields(self, line):
-        """A struct's line as (name, dtype) or (name, dtype, (length,)); a table's macro is one pointer an entry."""
-        if table := re.match(r"\s*(\w+)\(\w+\)", line):
-            return [(_columns(row)[0], POINTER) for row in self.tables[table[1]]]
+        """A struct's line as (name, dtype) or (name, dtype, (length,)); a table is one such line an entry."""
+        if table := re.match(r"\s*(\w+)\((\w+)\)", line):
+            member = self._members[table[2]]
+            dtype = POINTER if "*" in member else SCALARS[member.split()[0]]
+            return [(_columns(row)[0], dtype) for row in self.tables[table[1]]]
         field = re.match(r"\s*(?:const )?(?:struct )?(\w+) (\*?)(\w+)(?:\[(.+)\])?;", line)
         if not field:
             return []
@@ -134,6 +150,14 @@ class Headers:
 def default():
     """The headers under config.h's default configuration: enough for everything that is about the file alone."""
     return Headers()
+
+
+def format_of(kind, header):
+    """The DTYPE code of a Tensor's elements, by its type. header: a mapping with BinHeader's fields."""
+    if kind == "float":
+        return default().constants["DTYPE_F32"]
+    own = int(header[kind.removesuffix("_t") + "_dtype"])
+    return own - 1 if own else int(header["weight_dtype"])
 
 
 def is_gated(name, header):
@@ -167,13 +191,14 @@ def in_mask(words, layer):
 
 
 def evaluate(expression, names):
-    """A C integer expression of + - * / > < == and one parenthesised ?:, over the ints in `names`."""
+    """A C integer expression of + - * / % > >= < <= == != && || and one parenthesised ?:, over the ints in `names`."""
     return _evaluate(_parsed(expression), names)
 
 
 @functools.cache
 def _parsed(expression):
     python = re.sub(r"\(([^?()]*)\?([^:()]*):([^()]*)\)", r"((\2) if (\1) else (\3))", expression).replace("/", "//")
+    python = python.replace("&&", " and ").replace("||", " or ")
     return ast.parse(python.strip(), mode="eval").body
 
 
@@ -188,6 +213,9 @@ def _evaluate(node, names):
         return OPERATORS[type(node.op)](_evaluate(node.operand, names))
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return int(OPERATORS[type(node.ops[0])](_evaluate(node.left, names), _evaluate(node.comparators[0], names)))
+    if isinstance(node, ast.BoolOp):
+        decides = isinstance(node.op, ast.Or)  # a value like this leaves the rest unread
+        return int(decides if any(bool(_evaluate(value, names)) == decides for value in node.values) else not decides)
     if isinstance(node, ast.IfExp):
         return _evaluate(node.body if _evaluate(node.test, names) else node.orelse, names)
     raise SyntaxError(f"{ast.unparse(node)}: not an integer expression")
@@ -199,8 +227,21 @@ def _read(name):
     return re.sub(r"\\\n", " ", text)
 
 
-def _columns(row):
-    return [column.strip() for column in row.split(",")]
+def _rows(name, body):
+    """The arguments of each name(...) in a table's body, as text."""
+    rows = []
+    for call in re.finditer(rf"\b{name}\(", body):
+        end, depth = call.end(), 1
+        while depth:
+            depth += {"(": 1, ")": -1}.get(body[end], 0)
+            end += 1
+        rows.append(body[call.end():end - 1])
+    return rows
+
+
+def _columns(row, most=-1):
+    """A row's columns; after `most` commas the rest is one."""
+    return [column.strip() for column in row.split(",", most)]
 
 
 def _tensor(row, fields):

@@ -9,7 +9,7 @@ import time
 from colibri.connection import Connection
 from colibri.errors import ColibriError
 from colibri.metrics import CONTENT_TYPE
-from colibri.requests import CODES, Refused, parse
+from colibri.requests import CODES, Refused
 
 try:
     import h11
@@ -34,11 +34,15 @@ ROLES = ("system", "developer", "user", "assistant")
 class Http(Connection):
     """HTTP/1.1, one request at a time on a connection."""
 
+    kind = "http"
+    spare_places = 8  # for /health, /ready and /metrics
+
     def __init__(self, server):
         super().__init__(server)
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._head, self._body = None, bytearray()
         self._is_busy = False  # a response is due: the next request is not read yet
+        self._path = None      # of the body that is read
         self._answer = None    # of the completion that runs
         self._task = None      # of /metrics: the loop alone would not keep it
 
@@ -56,12 +60,10 @@ class Http(Connection):
                 else:
                     break
             except h11.RemoteProtocolError as error:
-                refused = Refused(f"HTTP: {error}, expected an HTTP/1.1 request")
-                self.server.refused(refused)
-                self._error(refused, error.error_status_hint)
+                refused = Refused(f"HTTP: {error}, expected an HTTP/1.1 request", content=str(error))
+                self.refuse(refused, error.error_status_hint)
             except Refused as error:
-                self.server.refused(error)
-                self._error(error)
+                self.refuse(error)
         self.is_sated = len(self._input) > self.server.reader.max_bytes  # of further requests, while one runs
         self.flush()
         return count == 0
@@ -74,6 +76,9 @@ class Http(Connection):
             poll.register(self.transport.get_extra_info("socket"), select.POLLRDHUP)
             if poll.poll(0):
                 self.close()
+
+    def is_idle(self):
+        return not self._is_busy and super().is_idle()
 
     def is_within_message(self):
         return self._h11.their_state is h11.SEND_BODY or bool(self._h11.trailing_data[0])
@@ -90,7 +95,7 @@ class Http(Connection):
             body, self._body = bytes(self._body), bytearray()
             self._is_busy = True
             if len(body) > self.server.reader.max_bytes:
-                raise self.too_long("body")
+                raise self.server.reader.too_long(body, "body")
             path = ORIGIN.sub(b"", self._head.target).partition(b"?")[0].decode("ascii", "replace")
             self._handle(self._head.method.decode(), path, body)
 
@@ -111,23 +116,30 @@ class Http(Connection):
         elif path == "/v1/models":
             self._respond(200, {"object": "list", "data": [{"id": self.server.name, "object": "model", "created": 0,
                                                             "owned_by": "colibri"}]})
+        elif self.is_spare:
+            raise self.too_many()
         else:
-            self._complete(path, parse(body, "body"))
+            self._path = path
+            self.read(body)
 
     async def _metrics(self):
         self._respond(200, await self.server.exposition(), CONTENT_TYPE)
         self.pump()
 
-    def _complete(self, path, body):
+    def understand(self, data):
+        """An _Answer, which has its request."""
+        body = self.server.reader.parse(data, "body")
         model = body.get("model")
         if model != self.server.name:
             got = "missing" if "model" not in body else json.dumps(model)[:100]
             raise Refused(f"model: {got}, expected {self.server.name}", "not_found" if model else "bad_request")
-        answer = _Answer(path, self.server, body)
-        request = answer.request
+        return _Answer(self._path, self.server, body)
+
+    def take(self, made):
+        request = made.request
         request.owner = self
         self.server.submit(request)
-        self.running[request.id], self._answer = request, answer
+        self.running[request.id], self._answer = request, made
 
     def progress(self, request):
         answer = self._answer
@@ -154,12 +166,9 @@ class Http(Connection):
             del self.running[request.id]
             self._end()
 
-    def refuse(self, error):
-        """Of a connection that is one too many."""
+    def refuse(self, error, status=None):
         self.server.refused(error)
-        data = json.dumps(_error_body(error)).encode()
-        self.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-                   b"connection: close\r\n\r\n%b" % (len(data), data))
+        self._error(error, status)
 
     def _error(self, error, status=None):
         """Answers with an error; a request that was not read whole is the connection's last."""
@@ -181,7 +190,7 @@ class Http(Connection):
     def _connection_header(self):
         names = [name for name, _ in self._head.headers] if self._head else ()
         is_ambiguous = b"content-length" in names and b"transfer-encoding" in names  # a proxy may see another end of it
-        must_close = self.server.is_draining or is_ambiguous or self._h11.their_state is not h11.DONE
+        must_close = self.server.is_draining or self.is_spare or is_ambiguous or self._h11.their_state is not h11.DONE
         return [("connection", "close")] if must_close else []
 
     def _end(self):
@@ -290,8 +299,9 @@ class _Answer:
 
 def _check_neutral(name, value):
     if not any(type(value) in (type(good), float) and value == good for good in NEUTRAL[name]):
-        raise Refused(f"{name}: {json.dumps(value)[:60]}, expected {json.dumps(NEUTRAL[name][0])}; "
-                      "it is not supported, leave it out")
+        got, neutral = json.dumps(value)[:60], NEUTRAL[name][0]
+        raise Refused(f"{name}: {got}, not supported, expected {json.dumps(neutral) if neutral else 'none'}; leave it "
+                      "out", content=got)
 
 
 def _include_usage(body):
@@ -308,7 +318,7 @@ def _prompt(prompt):
     """(field, value) of OpenAI's prompt, which may be text, tokens, or a list of one of these."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
-    if isinstance(prompt, list) and any(isinstance(part, (str, list)) for part in prompt):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         raise Refused(f"prompt: {len(prompt)} prompts, expected one; send a request for each")
     return ("prompt_ids" if isinstance(prompt, list) else "prompt"), prompt
 
@@ -323,7 +333,8 @@ def transcript(messages):
         if not isinstance(message, dict) or set(message) - {"role", "content"}:
             raise Refused(f"{where}: expected an object with role and content alone")
         if message.get("role") not in ROLES:
-            raise Refused(f"{where}.role: {json.dumps(message.get('role'))[:60]}, expected one of {', '.join(ROLES)}")
+            got = json.dumps(message.get("role"))[:60]
+            raise Refused(f"{where}.role: {got}, expected one of {', '.join(ROLES)}", content=got)
         lines.append(f"{message['role']}: {_content(message.get('content'), where)}\n")
     return "".join(lines) + "assistant:"
 

@@ -11,6 +11,7 @@ LINES = 1000       # that may wait; what comes beyond is lost, and counted
 LINE_BYTES = 4096  # of a line at most: what a pipe takes in one piece
 WORD = re.compile("[A-Za-z0-9_.:/+-]+")
 PROMPT = 300       # characters of a prompt that --log-prompts shows
+MESSAGE = 300      # characters of an error's message
 
 
 def in_json(event, **values):

@@ -1,8 +1,11 @@
 """A request: what a client may ask for, checked field by field; the one definition that lines and HTTP share."""
 
+import contextlib
+import functools
 import json
 import math
 import os
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -16,8 +19,9 @@ MAX_ID = 128           # characters; a number as an id has 64 bits
 MAX_NAME = 1000        # characters of a file's name
 MAX_NEW_TOKENS = 64    # unless a request says how many
 MAX_DEADLINE_MS = 1 << 40
-MIN_LINE_BYTES = 1 << 16
-TOKEN_BYTES = 64       # a token may take in a line: a long word, escaped as \\u and four digits a character
+OTHER_BYTES = 1 << 16  # of a line beside the text or the token numbers of its prompt
+ESCAPED = 6            # bytes of JSON that a byte of text may take: \\u and four digits
+SPACED = 16            # bytes that may stand around a token number: a comma and blanks
 INPUTS = ("prompt", "prompt_ids", "input")
 FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "deadline_ms",
           "add_special_tokens")
@@ -28,21 +32,33 @@ CODES = {  # of errors, with the HTTP status that says the same
     "too_many_connections": 503, "deadline": 504}
 
 
-class Refused(ColibriError):
-    """A request that cannot be served. code: one of CODES. id: the request's, where it could be read."""
+LEADING_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*(-?[0-9]{1,19}|"(?:[^"\\]|\\.){0,128}")\s*,', re.DOTALL)
 
-    def __init__(self, message, code="bad_request", id=None):
+
+class Refused(ColibriError):
+    """A request that cannot be served.
+
+    code: one of CODES. id: the request's, where it could be read. content: the part of the message that the client has
+    sent, which may be of a prompt.
+    """
+
+    def __init__(self, message, code="bad_request", id=None, content=""):
         super().__init__(message)
-        self.code, self.id = code, id
+        self.code, self.id, self._content = code, id, content
+
+    def without_content(self):
+        """Returns the message without what the client has sent."""
+        return str(self).replace(self._content, "...") if self._content else str(self)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One request and how it goes. Times are time.monotonic()'s seconds.
 
-    The thread that made it sets the fields up to `cancelled`, later those from `pieces` on, too; the scheduler's sets
-    the others, and `finish` last of all: one of FINISHES, "error" where there is an `error`. It does so while the first
-    thread tells of tokens before: only where `is_over` is set, that one goes by `finish`, and then once.
+    The thread that made it sets the fields up to `cancelled`; the scheduler's sets those from `session` on, and `finish`
+    last of all: one of FINISHES, "error" where there is an `error`. It does so while the first thread tells of tokens
+    before: only where `is_over` is set, that one goes by `finish`, and then once. What the scheduler never gets, the
+    first thread ends.
     """
 
     id: object
@@ -50,6 +66,8 @@ class Request:
     prompt: list = field(default_factory=list)
     used: object = None               # the Codec of its text; None: token numbers in and out
     rows: Rows = None                 # of a bare stack, in place of a prompt
+    encode: object = None             # returns (prompt, max_new_tokens), on any thread; None: they are set
+    size: int = 0                     # of what it encodes: characters or numbers
     max_new_tokens: int = MAX_NEW_TOKENS
     sampler: Sampler = GREEDY
     stream: bool = False
@@ -99,26 +117,45 @@ class Reader:
 
     def __init__(self, engine):
         self._engine, self._checkpoint = engine, engine.checkpoint
-        self.max_bytes = max(MIN_LINE_BYTES, TOKEN_BYTES * engine.context)
-        self._codec = None
+        self._codec = self._no_codec = None
+        try:
+            self._codec = codec(self._checkpoint, False)
+            self._codec.most = engine.context
+        except ColibriError as error:
+            self._no_codec = str(error)
+        digits = len(str(self._checkpoint.header["vocab_size"]))
+        self.max_text_bytes = engine.context * (self._codec.longest if self._codec else 0)
+        self.max_bare_bytes = OTHER_BYTES + engine.context * (digits + SPACED)  # outside of strings
+        self.max_bytes = max(OTHER_BYTES + ESCAPED * self.max_text_bytes, self.max_bare_bytes)
 
     def codec(self):
         """The text's; raises ColibriError for a model without text."""
-        self._codec = self._codec or codec(self._checkpoint, False)
+        if self._codec is None:
+            raise ColibriError(self._no_codec)
         return self._codec
 
+    def parse(self, data, where="line"):
+        """The JSON object in bytes, as a dict; with too many of them outside of strings, it is not even read."""
+        if len(data) > self.max_bare_bytes and _has_bare(data, self.max_bare_bytes):
+            raise Refused(f"{where}: more than {self.max_bare_bytes} bytes outside of strings, expected fewer; no list "
+                          "of token numbers that fits the context is as long", "too_long", leading_id(data))
+        return parse(data, where)
+
+    def too_long(self, data, where):
+        """For data that is, or begins, a line of more than max_bytes."""
+        return Refused(f"{where}: more than {self.max_bytes} bytes, expected fewer; no prompt that fits the context is "
+                       "as long", "too_long", leading_id(data))
+
     def request(self, values, labels=None):
-        """A Request of a dict of FIELDS. labels: {field: the name that the client knows it by}, for errors."""
+        """A Request of a dict of FIELDS, with all that takes time left to its encode().
+
+        labels: {field: the name that the client knows it by}, for errors
+        """
         label = {**dict(zip(FIELDS, FIELDS)), **(labels or {})}
         identity = values.get("id")
         _check_id(identity)
-        try:
+        with _refusing(identity):
             return self._request(values, label)
-        except Refused as error:
-            error.id = identity
-            raise
-        except ColibriError as error:
-            raise Refused(str(error), id=identity) from None
 
     def _request(self, values, label):
         _check_names(values, FIELDS)
@@ -134,9 +171,10 @@ class Reader:
             return self._stack(request, values)
         if "output" in values:
             raise Refused("output: given, expected only with input; leave it out")
-        self._prompt(request, values, given[0], label)
-        request.max_new_tokens = self._count(request, values, label)
+        count = _integer(values, "max_new_tokens", 1, None, label) if "max_new_tokens" in values else None
         request.sampler = _sampler(values, label)
+        special = _boolean(values, "add_special_tokens", label, True)
+        self._prompt(request, values[given[0]], given[0], label, count, special)
         return request
 
     def _check_model(self, name, label):
@@ -149,39 +187,63 @@ class Reader:
             raise Refused(f"{path}: vocab_size=0, expected tokens for {label[name]}; this is a bare stack of MoE "
                           "layers, give it an input over --serve")
 
-    def _prompt(self, request, values, name, label):
-        prompt, vocab_size = values[name], self._checkpoint.header["vocab_size"]
-        special = _boolean(values, "add_special_tokens", label, True)
-        if name == "prompt":
-            if not isinstance(prompt, str):
-                raise Refused(f"{label[name]}: {_shown(prompt)}, expected a string")
-            request.used, unit = self.codec(), self.codec().unit
-            try:
-                request.prompt = request.used.encode(prompt.encode(), label[name], special)
-            except UnicodeEncodeError:
-                raise Refused(f"{label[name]}: half a surrogate pair, expected text; send whole characters") from None
-        else:
-            if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-                raise Refused(f"{label[name]}: {_shown(prompt)}, expected a list of integers")
-            wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-            if wrong is not None:
-                raise Refused(f"{label[name]}: {_shown(wrong)}, expected 0 to {vocab_size - 1}")
-            request.prompt, unit = prompt, "token"
-        if not request.prompt:
-            raise Refused(f"{label[name]}: 0 {unit}s, expected at least 1; the model needs something to continue")
-        if len(request.prompt) > self._engine.context:
-            raise Refused(f"{label[name]}: {len(request.prompt)} {unit}s, expected at most "
-                          f"{self._engine.context_rule(len(request.prompt))}", "too_long")
+    def _prompt(self, request, prompt, name, label, count, special):
+        """Leaves what is to be checked of a prompt, and its way into tokens, to request.encode()."""
+        text = functools.partial(self._text, special=special)
+        kind, expected, convert = ((str, "a string", text) if name == "prompt" else
+                                   (list, "a list of integers", self._numbers))
+        if not isinstance(prompt, kind):
+            raise _wrong(label[name], prompt, expected)
+        request.used, request.size = self.codec() if name == "prompt" else None, len(prompt)
+        request.encode = functools.partial(self._encode, request.id, convert, prompt, label[name],
+                                           label["max_new_tokens"], count)
 
-    def _count(self, request, values, label):
-        room = self._engine.room(len(request.prompt))
-        if "max_new_tokens" not in values:
+    def _encode(self, identity, convert, prompt, name, count_name, count):
+        """(the prompt's tokens, how many may follow)"""
+        with _refusing(identity):
+            tokens, unit = convert(prompt, name)
+            if not tokens:
+                raise Refused(f"{name}: 0 {unit}s, expected at least 1; the model needs something to continue")
+            if len(tokens) > self._engine.context:
+                raise Refused(f"{name}: {len(tokens)} {unit}s, expected at most "
+                              f"{self._engine.context_rule(len(tokens))}", "too_long")
+            return tokens, self._count(len(tokens), count, count_name)
+
+    def _text(self, text, name, special):
+        """(tokens, what one is called)"""
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:
+            raise Refused(f"{name}: half a surrogate pair, expected text; send whole characters") from None
+        used = self.codec()
+        if len(data) > self.max_text_bytes and used.unit != "byte":  # of bytes, the number is that of the tokens
+            rule = self._engine.context_rule(-(-len(data) // used.longest))
+            raise Refused(f"{name}: {len(data)} bytes, expected at most {self.max_text_bytes}, {used.longest} for each "
+                          f"token of a context of {rule}", "too_long")
+        try:
+            return used.encode(data, name, special), used.unit
+        except ColibriError as error:
+            got = str(error).partition(": ")[2].rpartition(", expected ")[0]
+            raise Refused(str(error), content=got) from None
+
+    def _numbers(self, numbers, name):
+        if len(numbers) <= self._engine.context:  # else their number alone is wrong enough
+            if not all(type(token) is int for token in numbers):
+                raise _wrong(name, numbers, "a list of integers")
+            vocab_size = self._checkpoint.header["vocab_size"]
+            wrong = next((token for token in numbers if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise _wrong(name, wrong, f"0 to {vocab_size - 1}")
+        return numbers, "token"
+
+    def _count(self, prompt_tokens, count, name):
+        room = self._engine.room(prompt_tokens)
+        if count is None:
             return min(MAX_NEW_TOKENS, room)
-        count = _integer(values, "max_new_tokens", 1, None, label)
         if count > room:
-            raise Refused(f"{label['max_new_tokens']}: {_shown(count)}, expected at most {room} after a prompt of "
-                          f"{counted(len(request.prompt), 'token')} in a context of {self._engine.context}; lower it",
-                          "too_long")
+            rule = self._engine.context_rule(prompt_tokens + count - 1)
+            raise Refused(f"{name}: {_shown(count)}, expected at most {room} after a prompt of "
+                          f"{counted(prompt_tokens, 'token')} in a context of {rule}", "too_long")
         return count
 
     def _stack(self, request, values):
@@ -190,9 +252,10 @@ class Reader:
                 raise Refused(f"{name}: given, expected only with prompt or prompt_ids; leave it out")
         for name in ("input", "output"):
             value = values.get(name)
+            if name not in values:
+                raise Refused(f"{name}: missing, expected the name of an .npy file")
             if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME or not value.isprintable():
-                got = _shown(value) if name in values else "missing"
-                raise Refused(f"{name}: {got}, expected the name of an .npy file")
+                raise _wrong(name, value, "the name of an .npy file")
         if os.path.realpath(values["input"]) == os.path.realpath(values["output"]):
             raise Refused(f"output: {values['output']}, expected another file than input; choose another name")
         try:
@@ -228,8 +291,47 @@ def parse(data, where="line"):
     except ValueError:  # of an integer with thousands of digits
         raise Refused(f"{where}: a number too long to read, expected fewer digits") from None
     if not isinstance(values, dict):
-        raise Refused(f"{where}: {_shown(values)}, expected a JSON object")
+        raise _wrong(where, values, "a JSON object")
     return values
+
+
+def leading_id(data):
+    """The id with which the bytes of a JSON object begin, or None."""
+    found = LEADING_ID.match(data[:1000])
+    with contextlib.suppress(ValueError):  # of an escape that is none
+        return json.loads(found[1]) if found else None
+
+
+def _has_bare(data, count):
+    """Whether more than count bytes of JSON stand outside of strings."""
+    start = bare = 0
+    while bare <= count and start < len(data):
+        opening = data.find(b'"', start)
+        opening = len(data) if opening < 0 else opening
+        bare, start = bare + opening - start, _string_end(data, opening + 1)
+    return bare > count
+
+
+def _string_end(data, start):
+    """Where a JSON string ends whose first character is at start."""
+    while (quote := data.find(b'"', start)) >= 0:
+        piece = data[start:quote]
+        start = quote + 1
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2 == 0:
+            return start
+    return len(data)
+
+
+@contextlib.contextmanager
+def _refusing(identity):
+    """For what is done for a request: what is wrong with it is Refused, and has its id."""
+    try:
+        yield
+    except Refused as error:
+        error.id = identity
+        raise
+    except ColibriError as error:
+        raise Refused(str(error), id=identity) from None
 
 
 def cancelled_id(values):
@@ -249,15 +351,17 @@ def _check_names(values, known):
 
 def _check_id(value, name="id"):
     good = isinstance(value, str) and len(value) <= MAX_ID or type(value) is int and abs(value) < 1 << 63
+    rule = f"a string of at most {MAX_ID} characters or an integer of 64 bits"
+    if value is None:
+        raise Refused(f"{name}: missing, expected {rule}")
     if not good:
-        got = "missing" if value is None else _shown(value)
-        raise Refused(f"{name}: {got}, expected a string of at most {MAX_ID} characters or an integer of 64 bits")
+        raise _wrong(name, value, rule)
 
 
 def _boolean(values, name, label, default=False):
     value = values.get(name, default)
     if type(value) is not bool:
-        raise Refused(f"{label[name]}: {_shown(value)}, expected true or false")
+        raise _wrong(label[name], value, "true or false")
     return value
 
 
@@ -265,7 +369,7 @@ def _integer(values, name, low, high, label):
     value = values[name]
     limit = f"{low} to {high}" if high else f"{low} or more"
     if type(value) is not int or value < low or (high and value > high):
-        raise Refused(f"{label[name]}: {_shown(value)}, expected an integer, {limit}")
+        raise _wrong(label[name], value, f"an integer, {limit}")
     return value
 
 
@@ -275,12 +379,18 @@ def _sampler(values, label):
     for name, default in GREEDY._asdict().items():
         value = fields[name] = values.get(name, default)
         if type(value) not in (int, float):
-            raise Refused(f"{label[name]}: {_shown(value)}, expected a number")
+            raise _wrong(label[name], value, "a number")
     try:
         return check_sampler(Sampler(**fields))
     except ColibriError as error:
         name, expected = str(error).partition(": ")[0], str(error).rpartition(", expected ")[2]
-        raise Refused(f"{label[name]}: {_shown(fields[name])}, expected {expected}") from None
+        raise _wrong(label[name], fields[name], expected) from None
+
+
+def _wrong(where, value, expected):
+    """Refused for a value of the client's."""
+    shown = _shown(value)
+    return Refused(f"{where}: {shown}, expected {expected}", content=shown)
 
 
 def _shown(value):
@@ -289,5 +399,5 @@ def _shown(value):
         return "a list" if isinstance(value, list) else "an object"
     if type(value) is int and abs(value) >> 64:
         return "a number of more than 64 bits"
-    text = json.dumps(value)
+    text = json.dumps(value[:41] if isinstance(value, str) else value)
     return text if len(text) <= 40 else text[:40] + "..."

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from colibri.errors import ColibriError, guard_imports, imports_done
+from colibri.errors import ColibriError, guard_imports, imports_done, of_system, writing_stdout
 
 if __name__ == "__main__":  # during the imports: command() takes over
     guard_imports("python -m colibri.run")
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         raise ColibriError(message.replace("argument ", "", 1) + "; see python -m colibri.run --help")
 
     def print_help(self, file=None):
-        print(self.format_help(), end="")  # argparse's own hides a full disk
+        _print(self.format_help(), end="")  # argparse's own hides a full disk
 
 
 def parse(arguments):
@@ -114,7 +114,7 @@ def parse(arguments):
         _check_doctor(options, parser)
         from colibri import doctor
         text, is_ready = doctor.report(options.model)
-        print(text)
+        _print(text)
         parser.exit(0 if is_ready else 2)
     is_text = options.prompt is not None or options.prompt_ids is not None
     options.kind = "text" if is_text else "latency"
@@ -201,11 +201,12 @@ def main(arguments=None):
     options = parse(arguments)
     try:
         run(options)
-    except ColibriError as error:
-        if options.log_format != "json":
-            raise
-        from colibri.log import in_json
-        raise ColibriError(in_json("fault", error=str(error))) from None
+    except (ColibriError, OSError) as error:
+        message = str(error) if isinstance(error, ColibriError) else of_system(error)
+        if options.log_format == "json":
+            from colibri.log import in_json
+            message = in_json("fault", error=message)
+        raise ColibriError(message) from None
 
 
 def run(options):
@@ -228,7 +229,7 @@ def run(options):
         meter = report.Meter(engine, process_seconds)
         extra = run_kind(engine, options, meter, prepared)
         figures = {**extra, **meter.figures()}
-    print(json.dumps(figures) if options.json else report.table(figures))
+    _print(json.dumps(figures) if options.json else report.table(figures))
 
 
 def serve_model(options, checkpoint):
@@ -291,7 +292,7 @@ def run_text(engine, options, meter, prepared):
     count = options.max_new_tokens or min(NEW_TOKENS["text"], room)
     if count > room:
         raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {used.count(prompt)} "
-                           f"in a context of {engine.context}; lower it")
+                           f"in a context of {engine.context_rule(len(prompt) + count - 1)}")
     pieces, new_tokens = Pieces(used, prompt), 0
     with engine.session() as session:
         tokens = meter.prefill(len(prompt), engine.step, [(session, prompt)], [sampler])
@@ -303,10 +304,16 @@ def run_text(engine, options, meter, prepared):
             tokens = meter.decode(1, engine.step, [(session, tokens)], [sampler])
     _show(pieces.rest(), options)
     if not options.json:
-        print("\n")
+        _print("\n")
     return {"text": pieces.text(), "prompt_tokens": len(prompt), "new_tokens": new_tokens, **sampler._asdict()}
 
 
+def _print(text, end="\n"):
+    with writing_stdout("results"):
+        print(text, end=end)
+
+
+@writing_stdout("results")
 def _show(piece, options):
     if piece and not options.json:
         sys.stdout.buffer.write(piece.encode())
@@ -407,7 +414,7 @@ def command():
             status = main()
         except SystemExit as end:  # of --help, --version and --doctor
             status = end.code
-        sys.stdout.flush()
+            _print("", end="")  # what argparse has printed must get there
         return status or 0
     except ColibriError as error:
         message, status = str(error), 2
@@ -416,8 +423,7 @@ def command():
     except MemoryError:
         message, status = "memory: not enough for this run, expected more; use less input or fewer --threads", 2
     except OSError as error:
-        message, status = f"stdout: {error.strerror}, expected to write the results there; free some space", 2
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
+        message, status = of_system(error), 2
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os._exit(128 + number))  # it ends already: without a traceback

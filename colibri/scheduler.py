@@ -26,8 +26,8 @@ class Scheduler:
 
     deliver: called on the scheduler's thread when requests have new tokens or an end, once until take() fetches them
     Requests wait in the order of their arrival, at most queue_size of them beyond the engine's slots. A turn is one
-    step of decoding for all that run, then one chunk of the prompt that waits longest. submit(), cancel(), look() and
-    stop() may be called by any one other thread.
+    step of decoding for all that run, then one chunk of the prompt that waits longest. reserve(), enter(), release(),
+    cancel(), look() and stop() may be called by any one other thread.
     """
 
     def __init__(self, engine, queue_size, prefill_chunk, deliver):
@@ -37,7 +37,7 @@ class Scheduler:
         self.step_began = None         # monotonic seconds, while a step runs
         self.failure = None            # why the thread ended, if by itself
         self._deliver, self._outbox, self._told = deliver, collections.deque(), False
-        self._submitted = self._ended = 0
+        self._submitted = self._ended = self._reserved = 0
         self._inbox = queue.SimpleQueue()
         self._waiting = collections.OrderedDict()  # requests without a slot
         self._prefilling, self._running = [], []
@@ -51,13 +51,23 @@ class Scheduler:
 
     # For other threads.
 
-    def submit(self, request):
-        """Queues a request; raises Refused where the queue is full."""
+    def reserve(self, identity):
+        """Takes a place in the queue for a request; raises Refused where it is full."""
         if self._submitted - self._ended >= self.queue_size + self.engine.num_slots:
             raise Refused(f"queue: {self.queue_size} waiting, expected fewer; send it again later, or raise "
-                          "--queue-size", "queue_full", request.id)
+                          "--queue-size", "queue_full", identity)
         self._submitted += 1
+        self._reserved += 1
+
+    def enter(self, request):
+        """Queues a request in a place that was reserved. One that is cancelled already needs no prompt."""
+        self._reserved -= 1
         self._inbox.put(request)
+
+    def release(self):
+        """Gives a reserved place back."""
+        self._submitted -= 1
+        self._reserved -= 1
 
     def cancel(self, request, finish="cancelled"):
         """Ends a request before its time, unless it has ended."""
@@ -98,7 +108,7 @@ class Scheduler:
 
     @property
     def num_waiting(self):
-        return len(self._waiting) + self._inbox.qsize()
+        return self._reserved + len(self._waiting) + self._inbox.qsize()
 
     @property
     def num_running(self):
@@ -160,6 +170,7 @@ class Scheduler:
             self._cancelling = True
         else:
             self._waiting[item] = None
+            self._cancelling = self._cancelling or bool(item.cancelled)
             if item.deadline < math.inf:
                 self._watch(item)
 
@@ -211,6 +222,7 @@ class Scheduler:
             try:
                 if request.rows is None:
                     request.session = self.engine.session()
+                    request.session.expect(len(request.prompt))
                 else:
                     request.rows.begin()
             except ColibriError as error:

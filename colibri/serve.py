@@ -59,10 +59,13 @@ def serve(engine, options):
                            f"{build.raise_limit('MAX_SEQ_LEN', options.prefill_chunk)}")
     draw(0, 0)  # imports numpy.random, which would hold up the first step that samples
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that leaves is an error of its connection alone
+    main = Server(engine, options).main()
     try:
-        asyncio.run(Server(engine, options).main())
+        asyncio.run(main)
     except RuntimeError as error:  # Python has no kind of its own for it
         if "new thread" not in str(error):
             raise
         raise ColibriError("service: no thread to start, expected a few; raise the limits of processes and memory "
                            "(ulimit -u and -v)") from None
+    finally:
+        main.close()  # where there was no loop for it

@@ -13,8 +13,9 @@ import traceback
 from colibri.arrays import abandon
 from colibri.connection import Lines
 from colibri.errors import ColibriError
+from colibri.intake import Intake
 from colibri.listen import Listener, activated, number_of_files
-from colibri.log import PROMPT, Log
+from colibri.log import MESSAGE, PROMPT, Log
 from colibri.metrics import Metrics, inspect
 from colibri.requests import CODES, FINISHES, Reader, Refused
 from colibri.scheduler import Scheduler
@@ -22,6 +23,7 @@ from colibri.stdio import Pipes
 
 MAX_CONNECTIONS = 1000   # of lines, and as many of HTTP, so that one kind does not shut the other out
 SPARE_FILES = 200        # of the process's limit of open files, not for connections
+SETTLED_SECONDS = 1      # without a request, after which a connection may lose its place: others are about to send one
 CUT_SECONDS = 5          # that the last step may take when the time to drain is over
 CLOSE_SECONDS = 1        # that clients may take to fetch what is left for them
 LOG_SECONDS = 0.5        # that the last line may take, and those before it
@@ -36,17 +38,17 @@ class Server:
         self.reader = Reader(engine)
         self.metrics = Metrics(FINISHES, CODES)
         self.max_connections = max(1, min(MAX_CONNECTIONS, (number_of_files() - SPARE_FILES) // 2))
-        self.connections, self._num_open = set(), collections.Counter()  # the latter by kind
+        self._places = collections.defaultdict(collections.OrderedDict)  # {kind: {connection: None}}, the idlest first
         self.is_draining, self._failure = False, None
         self.name = os.path.basename(engine.checkpoint.path)
         self._listeners, self._signals, self._state = [], [], None
-        self._num_unanswered = 0  # requests that were accepted, and whose end has not been told
+        self._num_unanswered = 0  # requests whose end has not been told, accepted or being read on another thread
 
     async def main(self):
         self.loop, self._stopped, self._idle = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self.scheduler = Scheduler(self.engine, self.options.queue_size, self.options.prefill_chunk,
                                    lambda: self.loop.call_soon_threadsafe(self._news))
-        self.log = Log(self.options.log_format)
+        self.log, self._intake = Log(self.options.log_format), Intake(self)
         try:
             self._state = inspect(self.engine)
             await self._listen()
@@ -58,6 +60,7 @@ class Server:
         finally:
             for listener in self._listeners:
                 listener.close()
+            self._intake.close()
             self.log.close()
         failure = self.scheduler.failure or self._failure
         if failure is not None:
@@ -138,7 +141,7 @@ class Server:
             for connection in list(self.connections):
                 for request in list(connection.running.values()):
                     if finish:
-                        self.scheduler.cancel(request, finish)
+                        self.cancel(request, finish)
 
     async def _close(self):
         for connection in list(self.connections):
@@ -164,18 +167,41 @@ class Server:
     # What connections call.
 
     def opened(self, connection):
-        """Whether there is room for it."""
+        """Whether there is a place for it: its own, that of the longest idle one, or a spare one."""
         self.metrics.connections += 1
-        self.connections.add(connection)
-        self._num_open[type(connection)] += 1
-        if self._num_open[type(connection)] > self.max_connections:
+        places = self._places[type(connection)]
+        if len(places) >= self.max_connections:
+            self._make_room(places)
+        places[connection] = None
+        connection.is_spare = len(places) > self.max_connections
+        if len(places) > self.max_connections + connection.spare_places:
             self.metrics.dropped_connections += 1
             return False
         return True
 
+    def _make_room(self, places):
+        """Ends the longest idle connection, if there is one."""
+        now = time.monotonic()
+        for connection in places:
+            if now - connection.active < SETTLED_SECONDS:
+                return
+            if connection.is_idle():
+                self.dropped(f"idle for {now - connection.active:.0f} s, and its place was needed")
+                self.closed(connection)
+                connection.close()
+                return
+
+    def touched(self, connection):
+        """Of all connections it is the least idle."""
+        if connection in self._places[type(connection)]:
+            self._places[type(connection)].move_to_end(connection)
+
     def closed(self, connection):
-        self.connections.discard(connection)
-        self._num_open[type(connection)] -= 1
+        self._places[type(connection)].pop(connection, None)
+
+    @property
+    def connections(self):
+        return [connection for places in self._places.values() for connection in places]
 
     def dropped(self, reason):
         self.metrics.dropped_connections += 1
@@ -185,16 +211,60 @@ class Server:
         if self.is_draining:
             raise Refused("server: shutting down, expected a running one; send it to another, or again later",
                           "shutdown", request.id)
-        self.scheduler.submit(request)
+        self.scheduler.reserve(request.id)
         self._num_unanswered += 1
+        if request.encode:
+            self._intake.add(request)
+        else:
+            self.scheduler.enter(request)
 
-    def cancel(self, request):
-        self.scheduler.cancel(request)
+    def cancel(self, request, finish="cancelled"):
+        if self._intake.remove(request):
+            request.cancelled = finish
+            self.scheduler.enter(request)  # which ends it
+        else:
+            self.scheduler.cancel(request, finish)
+
+    def run(self, function, size, done):
+        """Calls function() on another thread, then done(what it returned, what it raised)."""
+        def told(made, error):
+            done(made, error)
+            self._answered()
+        self._num_unanswered += 1
+        self._intake.run(function, size, told)
+
+    def encoded(self, request, made, error):
+        """The prompt of a request is in tokens: made is (prompt, max_new_tokens). Or it is refused."""
+        request.encode = None
+        if error is None:
+            request.prompt, request.max_new_tokens = made
+            self.scheduler.enter(request)
+            return
+        self.scheduler.release()
+        request.error, request.finish, request.is_over = self.refusal(error, request.id), "error", True
+        self.refused(request.error)
+        self._tell([request])
+        self._answered()
+
+    def refusal(self, error, identity=None):
+        """What a client is told of an error that reading its request has raised, on whichever thread."""
+        if isinstance(error, Refused):
+            return error
+        if isinstance(error, MemoryError):
+            return Refused("memory: not enough to read the request, expected more; send a shorter one, or raise the "
+                           "service's limit", "internal", identity)
+        self._log_fault(type(error).__name__, error)
+        return Refused(f"server: {type(error).__name__} while it read the request, expected none; the log has more",
+                       "internal", identity)
 
     def refused(self, error):
         """Counts and logs a request that was not accepted."""
         self.metrics.errors[error.code] += 1
-        self.log.event("request", id=error.id, finish="error", code=error.code)
+        self.log.event("request", id=error.id, finish="error", code=error.code, message=self._message(error))
+
+    def _message(self, error):
+        """For the log: without what the client has sent, which may be of a prompt."""
+        return (str(error) if self.options.log_prompts else error.without_content())[:MESSAGE]
 
     def health(self):
         """What is wrong, or ""."""
@@ -215,13 +285,25 @@ class Server:
 
     def _news(self):
         """What the scheduler has brought, for the clients it is for."""
-        owners = {}
-        for request in self.scheduler.take():
-            if request.is_over:
-                continue  # its end was seen when its last token was told of
+        if self.scheduler.failure is not None:
+            for request in self._intake.clear():  # they hear why, as those do that it had
+                self.scheduler.enter(request)
+        news = [request for request in self.scheduler.take() if not request.is_over]  # else the end was seen before
+        for request in news:
             request.is_over = request.finish is not None
             if request.is_over:
                 self._ended(request)
+        self._tell(news)
+        for request in news:
+            if request.is_over:
+                self._answered()
+        if self.scheduler.failure is not None:
+            self.stop()
+
+    def _tell(self, requests):
+        """Passes news of requests on to their connections."""
+        owners = {}
+        for request in requests:
             if not request.owner.is_closing:
                 owners[request.owner] = None
                 try:
@@ -231,26 +313,30 @@ class Server:
                     request.owner.drop("an error of the server")
         for owner in owners:
             owner.flush()
+
+    def _answered(self):
+        """A request's end has been told, or a message is read."""
+        self._num_unanswered -= 1
         if self.is_draining and not self._num_unanswered:
             self._idle.set()
-        if self.scheduler.failure is not None:
-            self.stop()
 
     def _fault(self, loop, context):
         """Logs what should not happen in a line of its own; the connection that it happened to has been closed."""
         error = context.get("exception")
+        self._log_fault(repr(error) if error else context.get("message", ""), error)
+
+    def _log_fault(self, text, error):
         where = traceback.extract_tb(error.__traceback__)[-1] if error and error.__traceback__ else None
-        self.log.event("fault", error=repr(error) if error else context.get("message", ""),
-                       at=f"{os.path.basename(where.filename)}:{where.lineno}" if where else None)
+        self.log.event("fault", error=text, at=f"{os.path.basename(where.filename)}:{where.lineno}" if where else None)
 
     def _ended(self, request):
-        self._num_unanswered -= 1
         self.metrics.ended(request)
         if request.error:
             self.metrics.errors[request.error.code] += 1
         figures = request.figures()
         values = {"id": request.id, "prompt_tokens": figures["prompt_tokens"], "tokens": figures["completion_tokens"],
-                  "finish": request.finish, **({"code": request.error.code} if request.error else {}),
+                  "finish": request.finish,
+                  **({"code": request.error.code, "message": self._message(request.error)} if request.error else {}),
                   "ttft_ms": figures["ttft_ms"], "itl_p99_ms": figures["itl_p99_ms"]}
         if self.options.log_prompts and request.rows is None:
             start = request.prompt[:4 * PROMPT]  # a character is at most 4 tokens

@@ -62,8 +62,9 @@ class Pipes:
             self._reading.wait()
             try:
                 data = os.read(self._source, READ_BYTES)
-            except OSError:
-                data = b""
+            except OSError as error:
+                self._hop(self._unread, error)
+                return
             self._hop(self._received, data)
             if not data:
                 return
@@ -78,6 +79,10 @@ class Pipes:
             self._connection.data_received(data)
         else:
             self._connection.end()
+
+    def _unread(self, error):
+        self._received(b"")
+        self._connection.server.fail(f"stdin: {error.strerror}, expected requests there; give it a file or a pipe")
 
     def _write(self):
         while True:

@@ -5,10 +5,12 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
 
 from colibri.errors import ColibriError
 
+DROPPED_BYTES = 16  # that a token may stand for where its vocabulary is short: blanks that are dropped, unknown words
 CONTEXT = 8  # tokens of a prompt, the last with text, after which an answer's text is read
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token of byte fallback
 PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that byte-level BPE writes as their own character
@@ -26,6 +28,8 @@ class Codec:
     unit = "token"
     errors = "replace"  # how codecs read bytes that are no UTF-8
     is_continued = True  # by an answer: its text is read after the prompt's
+    longest = 1      # bytes of text that a token stands for at most
+    most = math.inf  # tokens that are wanted at most
 
     def count(self, tokens):
         """"1 byte", "17 tokens"."""
@@ -92,11 +96,14 @@ class Numbers(Codec):
 class Tokenizer(Codec):
     """A tokenizer.json, through the package tokenizers.
 
+    Of a text of more than `most` tokens encode() tells only how many there are: range(number).
+
     vocab_size: of the model. bos: the token that begins a prompt even where tokenizer.json does not put it there.
     """
 
     def __init__(self, data, path, vocab_size=math.inf, bos=None):
         try:
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at a time needs no more threads
             import tokenizers
         except ImportError:
             raise ColibriError("tokenizers: not installed, expected it for --prompt with this model; run "
@@ -117,21 +124,28 @@ class Tokenizer(Codec):
         self.errors = "colibri.each" if self._has_fallback else "replace"
         self.join = decoder.decode if decoder else " ".join
         self.data = functools.cache(self._data)
+        self.longest = max([DROPPED_BYTES, *(len(word.encode()) for word in self._tokenizer.get_vocab())])
 
     def encode(self, text, where="--prompt", special=True):
         try:
-            found = self._tokenizer.encode(text.decode(), add_special_tokens=special)
+            found = self._encoding(text.decode(), special)
         except UnicodeDecodeError:
             raise ColibriError(f"{where}: not UTF-8, expected text; convert it first") from None
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself
             raise ColibriError(f"{where}: {str(error)[:100]}, expected text that the model's tokenizer takes; "
                                "change it") from None
+        if len(found) > self.most:
+            return range(len(found))
         tokens = self._begun(found.ids, found.special_tokens_mask) if special else found.ids
         wrong = next((token for token in tokens if token >= self._vocab_size), None)
         if wrong is not None:
             raise ColibriError(f"{where}: token {self._tokenizer.id_to_token(wrong)[:40]!r} is {wrong}, expected 0 to "
                                f"{self._vocab_size - 1}, which the model has; leave it out")
         return tokens
+
+    def _encoding(self, text, special):
+        """Returns the package's Encoding of a text, while other threads run: encode() would hold Python's lock."""
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
 
     def _begun(self, tokens, mask):
         """Returns a prompt's tokens with BOS, and with what begins it once where the text begins with that, too.

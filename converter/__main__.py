@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from colibri.errors import ColibriError, guard_imports
+from colibri.errors import ColibriError, guard_imports, of_system, writing_stdout
 
 if __name__ == "__main__":  # during the imports: main() takes over
     guard_imports("python -m converter", "interrupted; nothing was written")
@@ -154,20 +154,25 @@ def convert(options):
     fields, family = plan.fields, plan.family
     bound = sources.sources(family, plan.input.tensors, fields, plan.where, sources.MOE if plan.bare else None)
     for warning in plan.input.warnings:
-        say(warning, sys.stderr)
+        say(" ".join(warning.splitlines()), sys.stderr)
     if options.format == "v1":
         return v1.convert(family, fields, bound, options)
     if options.layer is not None:
         raise ColibriError(f"--layer: {options.layer}, expected only with --format v1; drop it")
     kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(
         {**fields, "dense_layers": headers.mask(fields["dense_layers"])})}
-    dtype = _dtype(options.dtype, bound.sources, kinds, options.checkpoint)
+    dtypes = {kind: _dtype(options.dtype, bound.sources, kinds, kind, options.checkpoint)
+              for kind in ("expert_t", "dense_t")}
+    dtype = dtypes["expert_t"] or dtypes["dense_t"]
+    if (dtypes["dense_t"] or dtype) != dtype:
+        fields["dense_dtype"] = headers.default().codes("DTYPE")[dtypes["dense_t"]] + 1
     header, directory = bin_writer.plan(fields, dtype, plan.text.tokenizer)
+    label = f"{dtype}, but {dtypes['dense_t']} beside the experts" if fields["dense_dtype"] else dtype
     if options.dry_run:
-        return say(_report(plan, header, directory, dtype, bound.ignored))
+        return say(_report(plan, header, directory, label, bound.ignored))
 
     def contents(name):
-        return _contents(name, bound.sources[name], fields, dtype if kinds[name] == "weight_t" else "f32")
+        return _contents(name, bound.sources[name], fields, {"float": "f32", **dtypes}[kinds[name]])
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
         bin_writer.write(file, header, directory, contents, bar.update, plan.text.tokenizer)
@@ -175,13 +180,14 @@ def convert(options):
     left_out = plan.input.left_out + bound.ignored
     say(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
           f"{_count(fields['num_layers'], 'layer')} of {_count(fields['num_experts'], 'expert')}, k={fields['k']}, "
-          f"{dtype}"
+          f"{label}"
           + (f"; left out: {', '.join(left_out[:8])}{' ...' if len(left_out) > 8 else ''}" if left_out else ""))
 
 
 def say(text, file=None):
     """Prints lines in which names from a checkpoint may stand, without their control characters."""
-    print("\n".join(map(printable, text.split("\n"))), file=file)
+    with contextlib.nullcontext() if file else writing_stdout("report"):
+        print("\n".join(map(printable, text.split("\n"))), file=file)
 
 
 def _check_options(options):
@@ -209,12 +215,12 @@ def _contents(name, experts, fields, dtype):
     return interleave.panels(experts, dtype, headers.is_gated(name, fields))
 
 
-def _dtype(option, sources, kinds, path):
-    """The matrices' dtype: as asked, or the one that they share."""
-    matrices = [tensor for name, experts in sources.items() if kinds[name] == "weight_t"
+def _dtype(option, sources, kinds, kind, path):
+    """The dtype of the experts' matrices, or of the others: as asked, or the one that they share; None: of none."""
+    matrices = [tensor for name, experts in sources.items() if kinds[name] == kind
                 for parts in experts for tensor in parts]
-    if option != "keep":
-        return option
+    if option != "keep" or not matrices:
+        return option if matrices else None
     kept = interleave.KEPT[matrices[0].dtype]
     other = next((tensor for tensor in matrices if interleave.KEPT[tensor.dtype] != kept), None)
     if other is not None:
@@ -244,19 +250,18 @@ def _report(plan, header, directory, dtype, ignored):
 def main(arguments=None):
     """Runs the command line and gives the exit status."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, signal.default_int_handler)
         _open_streams()
         convert(parser().parse_intermixed_args(arguments))  # an optional output after options
-        sys.stdout.flush()
         return 0
     except ColibriError as error:
         message, status = " ".join(str(error).splitlines()), 2
     except OSError as error:  # of a path that cannot even be looked at, or without one
-        message, status = f"{error.filename}: {error.strerror}, expected a usable path; check it", 2
-        if error.filename is None:
-            message = f"stdout: {error.strerror}, expected to write the report there; free some space"
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
+        message, status = of_system(error), 2
+        if error.filename is not None:
+            message = f"{error.filename}: {error.strerror}, expected a usable path; check it"
     except KeyboardInterrupt:
         message, status = "interrupted; nothing was written", 130
     with contextlib.suppress(OSError):

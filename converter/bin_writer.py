@@ -24,18 +24,20 @@ BIN_HEADER, BIN_TENSOR = (headers.default().structs[name] for name in ("BinHeade
 def plan(fields, dtype, tokenizer=b""):
     """(header, directory) of a version 2 file, complete but for the checksums.
 
-    fields: BinHeader's fields that describe the model; sets of layers are lists. dtype: of its matrices: f32, f16 or
-    bf16. tokenizer: a tokenizer.json's bytes.
+    fields: BinHeader's fields that describe the model; sets of layers are lists. dtype: f32, f16 or bf16, of the
+    matrices for which expert_dtype and dense_dtype say nothing else. tokenizer: a tokenizer.json's bytes.
     """
     codes = headers.default().codes("DTYPE")
     header = np.zeros((), BIN_HEADER)
     for name in BIN_HEADER.names:
         header[name] = headers.mask(fields[name]) if name in ("window_layers", "dense_layers") else fields[name]
+    header["weight_dtype"] = codes[dtype]
+    names = {code: name for name, code in codes.items()}
     tensors = headers.default().tensors(header)
     directory = np.zeros(len(tensors), BIN_TENSOR)
     offset = _aligned(BIN_HEADER.itemsize + directory.nbytes)
     for entry, tensor in zip(directory, tensors):
-        kind = dtype if tensor.type == "weight_t" else "f32"
+        kind = names[headers.format_of(tensor.type, header)]
         entry["name"], entry["dtype"], entry["rank"] = tensor.name.encode(), codes[kind], len(tensor.shape)
         entry["shape"][:len(tensor.shape)] = tensor.shape
         size = headers.stored_elements(tensor, fields) * NUMPY_DTYPES[kind].itemsize
@@ -47,7 +49,7 @@ def plan(fields, dtype, tokenizer=b""):
         offset = _aligned(offset + len(tokenizer))
     header["magic"], header["version"] = MAGIC, headers.default().constants["FORMAT_VERSION"]
     header["header_bytes"], header["directory_offset"] = BIN_HEADER.itemsize, BIN_HEADER.itemsize
-    header["num_tensors"], header["weight_dtype"], header["file_bytes"] = len(directory), codes[dtype], offset
+    header["num_tensors"], header["file_bytes"] = len(directory), offset
     return header, directory
 
 
@@ -109,18 +111,38 @@ def replacing(path, num_bytes, force):
             yield file
             check_sizes()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
-        folder = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            _place(temporary, path, force)
+        _sync(directory)
     except OSError as error:
         raise ColibriError(f"{path}: {error.strerror}, expected to write {num_bytes} bytes; check the directory and "
                            "its space") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _place(temporary, path, force):
+    """Gives a finished file its name. Without `force`, a file that has got that name meanwhile stays."""
+    if force:
+        return os.replace(temporary, path)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        check_output(path, force)
+        raise
+    except OSError:  # of a file system without hard links
+        check_output(path, force)
+        os.replace(temporary, path)
+
+
+def _sync(directory):
+    """Makes a new name last, where the directory may be read and its file system can do so."""
+    with contextlib.suppress(OSError):
+        folder = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _lock(file):
@@ -145,7 +167,7 @@ def _remove_leftovers(path):
 
 def check_output(path, force):
     """Refuses an output that must not be written, before any work."""
-    if path.exists() and not path.is_file():
+    if (path.exists() or path.is_symlink()) and not path.is_file():
         raise ColibriError(f"{path}: not a regular file, expected a .bin to write; choose another output")
     if path.exists() and not force:
         raise ColibriError(f"{path}: exists already; give --force to replace it")

@@ -8,7 +8,7 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.rope import MAX_HEAD_DIM, rope, yarn_mscale
+from converter.rope import rope, yarn_mscale
 from converter.values import Values, once
 
 CODES = headers.default().constants
@@ -52,13 +52,13 @@ def basics(c, **fields):
         "vocab_size": c.need("vocab_size"), "max_positions": c.need("max_position_embeddings|max_seq_len"),
         "activation": activation(c), "attention_scale": head_dim ** -0.5, "norm_kind": NORM_RMS, "norm_eps": eps,
         "final_norm_eps": eps, "latent_norm_eps": LATENT_EPS, "tied_embeddings": c.flag("tie_word_embeddings"),
-        "rope_kind": 1, "mtp_layers": c.get("num_nextn_predict_layers|num_mtp_layers", default=0)}
+        "mtp_layers": c.get("num_nextn_predict_layers|num_mtp_layers", default=0)}
     if "num_experts" not in fields:
         fields["num_experts"] = c.need("num_local_experts|num_experts|n_routed_experts|moe_num_experts")
     if "k" not in fields:
         fields["k"] = c.need("num_experts_per_tok|moe_k")
     rotary = rope(c, dim=fields.pop("rope_dim", head_dim), theta=fields.pop("rope_theta", 10000.0),
-                  partial=fields.pop("rope_partial", None))
+                  partial=fields.pop("rope_partial", None), mscales=fields.pop("rope_mscales", False))
     return {**base, **rotary, **fields}
 
 
@@ -154,7 +154,7 @@ def phimoe(c):
     size = c.get("sliding_window")
     return basics(c, ffn=c.need("intermediate_size"), router_kind=ROUTER_SPARSEMIXER, norm_kind=NORM_LAYER, norm_bias=1,
                   router_jitter=c.get("router_jitter_noise", float, 0.01), lm_head_bias=c.flag("lm_head_bias"),
-                  rope_theta=1e6, **bias(c), **(window(c, size) if size else {}))
+                  rope_theta=1e6, rope_mscales=True, **bias(c), **(window(c, size) if size else {}))
 
 
 def gpt_oss(c):
@@ -252,8 +252,13 @@ def load(option, checkpoint):
     checkpoint = Path(checkpoint)
     beside = [checkpoint / "config.json"] if checkpoint.is_dir() else [checkpoint.with_suffix(".json"),
                                                                        checkpoint.parent / "config.json"]
-    path = option or next((path for path in beside if path.is_file()), None)
+    path = option or next((path for path in beside if path != checkpoint and is_there(path)), None)
     return Values({}, None) if path is None else Values(read_json(path), str(path))
+
+
+def is_there(path):
+    """Whether there is anything at a path, be it a link to nothing."""
+    return path.exists() or path.is_symlink()
 
 
 def read_json(path):
@@ -366,27 +371,12 @@ def _held(value):
 
 
 def check_limits(fields, where):
-    """What native/config.h asserts of a model, in words."""
-    heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
-    experts, groups = fields["num_experts"], fields["num_groups"]
-    rules = [("num_experts", 1 <= experts <= 256, "1 to 256"),
-             ("k", 1 <= fields["k"] <= min(16, experts), "1 to 16, and at most num_experts"),
-             ("num_groups", groups >= 1 and experts % groups == 0, f"a divisor of num_experts={experts}"),
-             ("topk_groups", 1 <= fields["topk_groups"] <= groups and
-              fields["topk_groups"] * (experts // max(groups, 1)) >= fields["k"],
-              f"1 to num_groups={groups}, and enough for k={fields['k']} experts"),
-             ("hidden", fields["hidden"] >= 1, "at least 1"), ("ffn", fields["ffn"] >= 1, "at least 1"),
-             ("num_layers", 1 <= fields["num_layers"] <= MAX_LAYERS, f"1 to {MAX_LAYERS}"),
-             ("num_kv_heads", heads == 0 or (kv_heads >= 1 and heads % kv_heads == 0),
-              f"a divisor of num_heads={heads}"),
-             ("head_dim", heads == 0 or (2 <= head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0),
-              f"an even number from 2 to {MAX_HEAD_DIM}"),
-             ("v_head_dim", heads == 0 or 1 <= fields["v_head_dim"] <= MAX_HEAD_DIM, f"1 to {MAX_HEAD_DIM}"),
-             ("rotary_dim", heads == 0 or fields["rotary_dim"] <= head_dim, f"at most head_dim={head_dim}"),
-             ("vocab_size", heads == 0 or fields["vocab_size"] >= 1, "at least 1"),
+    """Refuses a model that no library can be built for, or whose numbers a file cannot hold."""
+    broken = headers.default().broken_rule(fields)
+    heads, layers = fields["num_heads"], fields["num_layers"]
+    rules = [("num_layers", 1 <= layers <= MAX_LAYERS, f"1 to {MAX_LAYERS}"),
              ("norm_eps", heads == 0 or fields["norm_eps"] > 0, "above 0"),
              ("final_norm_eps", heads == 0 or fields["final_norm_eps"] > 0, "above 0"),
              *((name, _held(fields[name]), "a number that float32 holds") for name in FLOATS)]
-    for field, holds, rule in rules:
-        if not holds:
-            raise ColibriError(f"{where}: {field}={fields[field]}, expected {rule}; correct the config or the flag")
+    for field, rule in [*filter(None, [broken]), *((field, rule) for field, holds, rule in rules if not holds)]:
+        raise ColibriError(f"{where}: {field}={fields[field]}, expected {rule}; correct the config or the flag")

@@ -15,12 +15,17 @@ from converter import pt_reader, sources
 MAIN = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 ROUTER = re.compile(r"(.*?)(\d+)(\D*)\.deepspeed_moe\.gate\.wg\.weight")
-LEAF = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.\d+\.(dense_\w+\.(?:weight|bias))")
+LEAF = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(dense_\w+\.(?:weight|bias))")
 
 
 def is_checkpoint(folder):
     return (folder / "latest").is_file() or any(MAIN.fullmatch(entry.name) or EXPERT.fullmatch(entry.name)
                                                 for entry in folder.iterdir())
+
+
+def has_experts(folder):
+    """Whether files of experts are there, or in one of its folders."""
+    return any(EXPERT.fullmatch(file.name) for pattern in ("*", "*/*") for file in folder.glob(pattern))
 
 
 def read(folder, absent=None):
@@ -41,12 +46,10 @@ def read(folder, absent=None):
     if not blocks:
         raise ColibriError(f"{folder}: no deepspeed_moe.gate.wg.weight in mp_rank_00_model_states.pt, expected a "
                            "router for each MoE layer; this is no DeepSpeed-MoE checkpoint")
-    grid = {(int(match[1]), int(match[2])): folder / entry.name for entry in sorted(folder.iterdir())
-            if (match := EXPERT.fullmatch(entry.name))}
-    tensors, warnings = {}, []
+    grid, tensors, warnings = _grid(folder), {}, []
     for moe, name in enumerate(blocks):
         tensors[f"layers.{moe}.gate.wg.weight"] = main[name]
-        num_experts = main[name].shape[0] if main[name].shape else 0
+        num_experts, numbers = main[name].shape[0] if main[name].shape else 0, {}
         for expert in range(num_experts):
             file = f"layer_{moe}_expert_{expert}_mp_rank_00_model_states.pt"
             if (moe, expert) not in grid and absent is not None:
@@ -55,7 +58,9 @@ def read(folder, absent=None):
             if (moe, expert) not in grid:
                 raise ColibriError(f"{folder}: missing expert {expert} of MoE layer {moe}: no {file}, expected "
                                    f"{num_experts} from {name}; copy it there")
-            _read_expert(grid.pop((moe, expert)), name.split(".deepspeed_moe.")[0], moe, expert, tensors, warnings)
+            path = grid.pop((moe, expert))
+            numbers[path] = expert, _read_expert(path, name.split(".deepspeed_moe.")[0], moe, expert, tensors, warnings)
+        _check_numbers(numbers, num_experts)
     if grid:
         raise ColibriError(f"{next(iter(grid.values()))}: extra expert, expected those of {len(blocks)} MoE layers as "
                            "wide as their routers; the folder holds files of another checkpoint")
@@ -73,18 +78,45 @@ def _step(folder):
     return folder / name
 
 
+def _grid(folder):
+    """{(MoE layer, expert): file}"""
+    grid = {}
+    for entry in sorted(folder.iterdir()):
+        if match := EXPERT.fullmatch(entry.name):
+            other = grid.setdefault((int(match[1]), int(match[2])), entry)
+            if other != entry:
+                raise ColibriError(f"{folder}: {other.name} and {entry.name}: the same expert twice, expected it once; "
+                                   "move one of them away")
+    return grid
+
+
+def _check_numbers(numbers, num_experts):
+    """That the numbers in the experts' names are theirs, over all ranks or on ranks of as many experts each.
+
+    numbers: {file: (the expert's number in the file's name, that in the names in it)} of one layer."""
+    wrong = min(([path for path, (expert, number) in numbers.items() if number != expert % size]
+                 for size in range(num_experts, 0, -1) if num_experts % size == 0), key=len, default=[])
+    if wrong:
+        expert, number = numbers[wrong[0]]
+        raise ColibriError(f"{wrong[0]}: expert {number} by the names in it, expected {expert} by its own, or "
+                           "that expert's number on its rank; it is a copy of another's file, copy the right one there")
+
+
 def _read_expert(path, block, moe, expert, tensors, warnings):
-    """One expert's tensors. The number in their names may be the expert's number on its rank: the file's counts."""
+    """Reads one expert's tensors and gives the number in their names: the expert's, or that on its rank."""
+    number = None
     for name, tensor in pt_reader.read_checkpoint(path).items():
         match = LEAF.fullmatch(name)
         if not match or match[1] != block:
             raise ColibriError(f"{path}: unknown tensor {name[:100]}, expected {block}.deepspeed_moe.experts. alone; "
                                "the file belongs to another layer")
-        target = f"layers.{moe}.experts.{expert}.{match[2]}"
+        target = f"layers.{moe}.experts.{expert}.{match[3]}"
         if target in tensors:
             raise ColibriError(f"{path}: {name[:100]}: a second expert, expected one in each file")
-        if match[2] == "dense_4h_to_h.bias":  # DeepSpeed adds it nowhere
+        if match[3] == "dense_4h_to_h.bias":  # DeepSpeed adds it nowhere
             if np.any(tensor.array()):
                 warnings.append(f"{path}: {name}: not zero, but DeepSpeed does not add it either: left out")
             tensor = sources.in_memory(target, np.zeros(tensor.shape, np.float32))
         tensors[target] = tensor
+        number = int(match[2])
+    return number

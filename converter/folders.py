@@ -45,6 +45,11 @@ def read(folder, absent=None):
     return tensors, lost, warnings
 
 
+def found(folder):
+    """The Weights of a folder in any format, whole or not."""
+    return [weights for format in FORMATS for weights in _sets(folder, format)]
+
+
 def read_index(path):
     """({name: Tensor}, lost) of an index and its shards."""
     format = next((each for each in FORMATS if path.name == each.stem + each.suffix + INDEX), FORMATS[0])

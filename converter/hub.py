@@ -45,8 +45,9 @@ def resolve(name):
         weights = [*folder.glob(f"{format.stem}*{format.suffix}"), *(folder / shard for shard in named)]
         if any(file.exists() for file in [*weights, folder / "adapter_config.json"]):
             return str(folder)
-    raise ColibriError(f"{name}: no model*.safetensors and no pytorch_model*.bin there, expected one of them; name the "
-                       "model itself where this holds GGUF or ONNX files")
+    raise ColibriError(f"{name}: no model*.safetensors and no pytorch_model*.bin there, or not in the Hub's cache where "
+                       "the Hub is not reached, expected one of them; download them, or name the model itself where "
+                       "this holds GGUF or ONNX files")
 
 
 def _fetch(name, model, revision, patterns):

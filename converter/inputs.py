@@ -3,6 +3,7 @@
 from collections import namedtuple
 from pathlib import Path
 
+from colibri.errors import ColibriError
 from converter import bin_writer, deepspeed, folders, pt_reader, safetensors_reader, text_files
 
 # tensors: {name: Tensor}. left_out: names that are no part of it. warnings: lines for the user. lost: {tensor name:
@@ -14,7 +15,7 @@ def read(path, absent=None):
     """The Input at `path`. absent: a list for files that are not there, which are an error without it."""
     path, left_out, warnings, lost = Path(path), [], [], {}
     folders.refuse_adapter(path)
-    if path.is_dir() and deepspeed.is_checkpoint(path):
+    if path.is_dir() and _is_deepspeed(path):
         tensors, left_out, warnings = deepspeed.read(path, absent)
     elif path.is_dir():
         tensors, lost, warnings = folders.read(path, absent)
@@ -26,6 +27,18 @@ def read(path, absent=None):
         tensors = (safetensors_reader.read_file if path.suffix == ".safetensors" else pt_reader.read_checkpoint)(path)
     folders.refuse_adapter(path, tensors)
     return Input(tensors, left_out, warnings, lost)
+
+
+def _is_deepspeed(folder):
+    """Whether a folder is a DeepSpeed-MoE checkpoint, and not a Trainer's: weights beside the state of an optimizer."""
+    if not deepspeed.is_checkpoint(folder):
+        return False
+    weights, experts = folders.found(folder), deepspeed.has_experts(folder)
+    whole = [each.name for each in weights if not each.absent]
+    if experts and whole:
+        raise ColibriError(f"{folder}: {whole[0]} and the experts of a DeepSpeed-MoE checkpoint: two sets of weights, "
+                           "expected one; move the one that is not meant away")
+    return experts or not weights
 
 
 def check_lost(lost, absent):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from math import prod
 
 from colibri import headers
-from converter import bin_writer, interleave, sources
+from converter import bin_writer, interleave, rope, sources
 
 
 def inspect(plan, as_json):
@@ -23,7 +23,7 @@ def describe(plan):
     fields, tensors = plan.fields, plan.input.tensors
     bound = sources.bind(plan.family, tensors, fields, plan.where, sources.MOE if plan.bare else None)
     masked = {**fields, **{name: headers.mask(fields[name]) for name in ("dense_layers", "window_layers")}}
-    table = [tensor for tensor in headers.default().tensors(masked) if tensor.name != "rope_frequencies"]
+    table = [tensor for tensor in headers.default().tensors(masked) if tensor.name not in rope.TENSORS]
     k = None if "--k" in plan.unknown else fields["k"]
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     common = max((tensor.dtype for tensor in tensors.values() if tensor.dtype in interleave.KEPT),

@@ -1,22 +1,33 @@
-"""All kinds of rotary embedding as one vector of frequencies, one a pair of dimensions, and a factor of cos and sin."""
+"""All kinds of rotary embedding as one vector of frequencies, one a pair of dimensions, and a factor of cos and sin.
+
+Longrope has two of each, by a sequence's length; dynamic NTK has a factor by which a length changes its frequencies."""
 
 import math
 
 import numpy as np
 
+from colibri import headers
 from colibri.errors import ColibriError
 from converter.values import Values
 
-MAX_HEAD_DIM = 512  # what the kernels hold
+CODES = headers.default().constants
+MAX_HEAD_DIM = CODES["MAX_HEAD_DIM"]
+TENSORS = ("rope_frequencies", "rope_long_frequencies")  # that are made here, and in no checkpoint
 # rope_type -> what it may bring along; another kind, or another field, is refused.
 KNOWN = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-         "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor")}
+         "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"),
+         "longrope": ("factor", "attention_factor", "short_factor", "long_factor"), "dynamic": ("factor",)}
+MSCALES = ("short_mscale", "long_mscale")  # attention factors of longrope, in families that have them
 
 
-def rope(c, dim, theta, partial):
-    """rotary_dim, rope_frequencies, rope_attention_factor. partial: its default; None where the family has none."""
+def rope(c, dim, theta, partial, mscales=False):
+    """The header's fields of rope, and TENSORS.
+
+    partial: its default; None where the family has none. mscales: whether the family's longrope has MSCALES.
+    """
     given = c.get("rope_scaling|rope_parameters", dict, {})
-    p = Values({key: value for key, value in given.items() if value is not None}, f"{c.where}: rope_parameters")
+    p = Values({key: "longrope" if key in ("rope_type", "type") and value == "su" else value  # su is its older name
+                for key, value in given.items() if value is not None}, f"{c.where}: rope_parameters")
     kind = p.get("rope_type|type", str, "default")
     theta = in_either(c, p, "rope_theta", float, theta)
     if not theta > 1:
@@ -31,23 +42,38 @@ def rope(c, dim, theta, partial):
                            "correct head_dim or partial_rotary_factor")
     if kind not in KNOWN:
         raise p.bad("rope_type", kind, "one of " + ", ".join(KNOWN))
-    unknown = p.values.keys() - {*KNOWN[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor",
+    known = KNOWN[kind] + (MSCALES if mscales and kind == "longrope" else ())
+    unknown = p.values.keys() - {*known, "rope_type", "type", "rope_theta", "partial_rotary_factor",
                                  "original_max_position_embeddings"}
     if unknown:
         raise p.bad(min(unknown), p.values[min(unknown)], f"none with rope_type={kind}")
-    frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
-    original = in_either(c, p, "original_max_position_embeddings", int) or c.need("max_position_embeddings|max_seq_len")
-    attention_factor = 1.0
-    if kind != "default" and (p.need("factor", float) < 1 or original < 1):
+    powers = np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    fields = {"rope_kind": CODES["ROPE_DEFAULT"], "rotary_dim": dim, "rope_theta": theta,
+              "rope_frequencies": np.float32(1) / powers, "rope_attention_factor": 1.0}
+    return {**fields, **scaling(c, p, kind, powers, theta, mscales)}
+
+
+def scaling(c, p, kind, powers, theta, mscales):
+    """The fields in which a kind is not the default one. powers: of theta, 1 / the default frequencies."""
+    longest = c.need("max_position_embeddings|max_seq_len")
+    given = in_either(c, p, "original_max_position_embeddings", int)
+    original = longest if given is None else given
+    if kind == "default":
+        return {}
+    if kind == "longrope":
+        return longrope(p, powers, given, longest, mscales)
+    if p.need("factor", float) < 1 or original < 1:
         raise p.bad("factor", p.need("factor", float), "at least 1, with original_max_position_embeddings")
+    if kind == "dynamic":
+        return dynamic(p, len(powers), original, longest)
+    frequencies, factor = np.float32(1) / powers, 1.0
     if kind == "linear":
         frequencies = frequencies / np.float32(p.need("factor", float))
     elif kind == "llama3":
         frequencies = llama3(frequencies, p, original)
     elif kind == "yarn":
-        frequencies, attention_factor = yarn(frequencies, p, original, theta)
-    return {"rotary_dim": dim, "rope_theta": theta, "rope_frequencies": frequencies.astype(np.float32),
-            "rope_attention_factor": attention_factor}
+        frequencies, factor = yarn(frequencies, p, original, theta)
+    return {"rope_frequencies": frequencies.astype(np.float32), "rope_attention_factor": factor}
 
 
 def in_either(c, p, key, kind, default=None):
@@ -56,6 +82,55 @@ def in_either(c, p, key, kind, default=None):
     if None not in (outer, inner) and outer != inner:
         raise c.bad(key, outer, f"{inner} as in rope_parameters")
     return next((value for value in (outer, inner) if value is not None), default)
+
+
+def longrope(p, powers, original, longest, mscales):
+    """Frequencies and attention factors up to the original length, and beyond it."""
+    if original is None:
+        original = p.need("original_max_position_embeddings")
+    if original < 2:
+        raise p.bad("original_max_position_embeddings", original, "at least 2")
+    short, long = (np.float32(1) / (factors(p, name, len(powers)) * powers) for name in ("short_factor", "long_factor"))
+    if mscales:
+        attention = [p.need(name, float) for name in MSCALES]
+    else:
+        attention = [longrope_attention(p, original, longest)] * 2
+    return {"rope_kind": CODES["ROPE_LONG"], "rope_original_positions": original,
+            "rope_frequencies": short, "rope_attention_factor": attention[0],
+            "rope_long_frequencies": long, "rope_long_attention_factor": attention[1]}
+
+
+def factors(p, name, count):
+    """One of longrope's lists, float32 (count,)."""
+    given = p.need(name, list)
+    if len(given) != count or not all(type(value) in (int, float) and 1e-6 <= value <= 1e6 for value in given):
+        raise p.bad(name, given, f"{count} numbers, one a pair of rotated dimensions, from 1e-6 to 1e6")
+    return np.array(given, np.float32)
+
+
+def longrope_attention(p, original, longest):
+    ratio, given, factor = longest / original, p.get("attention_factor", float), p.get("factor", float)
+    if given is not None:
+        return given
+    if factor is not None and not math.isclose(factor, ratio, rel_tol=1e-6):
+        raise p.bad("factor", factor, f"{ratio:g}, max_position_embeddings by original_max_position_embeddings, or an "
+                                      "attention_factor that tells which of the two counts")
+    return math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+
+
+def dynamic(p, num_pairs, original, longest):
+    """What dynamic NTK adds to the default frequencies. A config of one length alone is of the original one, and the
+    context is `factor` times that."""
+    factor = p.need("factor", float)
+    if num_pairs < 2:
+        raise p.bad("rope_type", "dynamic", "another kind with 2 rotated dimensions")
+    if original > longest:
+        raise p.bad("original_max_position_embeddings", original, f"at most max_position_embeddings={longest}")
+    positions = longest if original < longest else factor * longest
+    if positions >= 2 ** 31:
+        raise p.bad("factor", factor, f"fewer than 2^31 positions, {longest} times factor")
+    return {"rope_kind": CODES["ROPE_DYNAMIC"], "rope_original_positions": original, "rope_dynamic_factor": factor,
+            "max_positions": int(positions)}
 
 
 def llama3(frequencies, p, original):

@@ -8,7 +8,7 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import evaluate
-from converter import config, interleave, names, views
+from converter import config, interleave, names, rope, views
 from converter.names import L
 from converter.pt_reader import Storage, Tensor
 from converter.quantized import decoded
@@ -24,7 +24,7 @@ FLOATS = tuple(interleave.KEPT)
 
 
 def header_fields(c):
-    """(Family, header fields) of a config with a model_type. rope_frequencies is an array, layer sets are lists, and
+    """(Family, header fields) of a config with a model_type. rope.TENSORS are arrays, layer sets are lists, and
     rope_interleaved speaks of the checkpoint: its rows come out as halves. ColibriError names a field that Colibri
     cannot honour."""
     name = c.need("model_type", str)
@@ -210,7 +210,7 @@ def bind(family, tensors, fields, where, keys=None):
                 name = key.replace("N", str(layer), 1) if layer is not None else key
                 result[name] = _experts(parts, layer, found, scope, missing, used, where)
     if not keys:
-        result["rope_frequencies"] = [[in_memory("rope_frequencies", fields["rope_frequencies"])]]
+        result.update((name, [[in_memory(name, fields[name])]]) for name in rope.TENSORS if name in fields)
     extra = [t.name for places in found.values() for t in places.values() if t.name not in used]
     missing = [name if name.startswith("lm_head.") else prefix + name for name in missing]
     return Bound(result, ignored, missing, extra)

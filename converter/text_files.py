@@ -30,7 +30,7 @@ def read(config_path, vocab_size):
         warnings.append(f"{tokenizer.where}: tokens beyond vocab_size={vocab_size}: {len(beyond)}, the first is "
                         f"{beyond[0][1][:40]!r}, {beyond[0][0]}; a prompt that holds one is refused")
     where = folder / NAMES[2]
-    values = config.read_json(where) if where.is_file() else {}
+    values = config.read_json(where) if config.is_there(where) else {}
     bos = _bos(values, where, tokenizer, vocab_size, warnings)
     eos = _token(values, "eos_token", where)
     found = [(path, name, token) for path in (folder / "config.json", folder / NAMES[0])
@@ -51,14 +51,17 @@ def _text(eos, bos, tokenizer, warnings):
 
 def _tokenizer(path):
     """Returns the Tokenizer in a file, an empty one where there is no file."""
-    if not path.is_file():
+    if not config.is_there(path):
         return Tokenizer(path, b"", {}, [])
+    if not path.is_file():
+        raise ColibriError(f"{path}: not a regular file, nor a link to one, expected a tokenizer.json; download it "
+                           "again, or remove it")
     size = path.stat().st_size
     if size > MAX_TOKENIZER_BYTES:
         raise ColibriError(f"{path}: {size} bytes, expected at most {MAX_TOKENIZER_BYTES}")
     data = path.read_bytes()
     try:
-        values = json.loads(data)
+        values = json.loads(data.decode())
         vocab = (values.get("model") or {}).get("vocab") or {}
         ids = dict(vocab) if type(vocab) is dict else {piece[0]: number for number, piece in enumerate(vocab)}
         ids |= {token["content"]: token["id"] for token in values.get("added_tokens") or []}
@@ -67,8 +70,8 @@ def _tokenizer(path):
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         good = False
     if not good:
-        raise ColibriError(f"{path}: not a tokenizer.json, expected a JSON object with a vocabulary of text and "
-                           "numbers; save it again")
+        raise ColibriError(f"{path}: {len(data)} bytes that are no tokenizer.json, expected a JSON object with a "
+                           "vocabulary of text and numbers; download it again, or remove it")
     return Tokenizer(path, data, ids, begins)
 
 
@@ -111,7 +114,7 @@ def _bos(values, where, tokenizer, vocab_size, warnings):
 
 def _eos_ids(path):
     """Returns [("eos_token_id=2", 2), ...] of a config."""
-    found = config.read_json(path).get("eos_token_id") if path.is_file() else None
+    found = config.read_json(path).get("eos_token_id") if config.is_there(path) else None
     ids = found if type(found) is list else [] if found is None else [found]
     if not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
         raise ColibriError(f"{path}: eos_token_id={str(found)[:80]}, expected token numbers; correct it")

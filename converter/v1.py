@@ -9,7 +9,7 @@ import struct
 
 import numpy as np
 
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, writing_stdout
 from converter import bin_writer, interleave, sources
 from converter.mapped import map_file
 from converter.pt_reader import Storage, Tensor
@@ -68,7 +68,7 @@ def convert(family, fields, bound, options):
     experts, hidden, ffn = fields["num_experts"], fields["hidden"], fields["ffn"]
     num_bytes = HEADER.size + 2 * experts * (2 * ffn * hidden + hidden)
     if options.dry_run:
-        return print(f"would write: {num_bytes} bytes, layer {options.layer} in version 1")
+        return _print(f"would write: {num_bytes} bytes, layer {options.layer} in version 1")
     up, down, router = ([parts[0] for parts in bound.sources[f"layers.{options.layer}.{name}"]]
                         for name in ("experts_up", "experts_down", "router"))
     with bin_writer.replacing(options.output, num_bytes, options.force) as file:
@@ -78,8 +78,13 @@ def convert(family, fields, bound, options):
                 bin_writer.write_all(file, piece)
         bin_writer.write_all(file, np.ascontiguousarray(interleave.converted(router[0], 0, experts, "f16").T))
         sources.check_storages({options.layer: [up, down, router]})
-    print(f"{options.output}: {num_bytes} bytes, version 1, layer {options.layer}, "
-          f"{experts} expert{'s' if experts != 1 else ''}, k={fields['k']}")
+    _print(f"{options.output}: {num_bytes} bytes, version 1, layer {options.layer}, "
+           f"{experts} expert{'s' if experts != 1 else ''}, k={fields['k']}")
+
+
+@writing_stdout("report")
+def _print(text):
+    print(text)
 
 
 def _interleaved(matrices):

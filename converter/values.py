@@ -26,12 +26,12 @@ class Values:
         if not found:
             return default
         name, value = found[0]
-        other = next((pair for pair in found if pair[1] != value), None)
-        if other:
-            raise self.bad(other[0], other[1], f"{value!r} as in {name}")
         kinds = (int, float) if kind is float else (kind,)
         if type(value) not in kinds or (kind in (int, float) and not 0 <= value < 2 ** 32):
             raise self.bad(name, value, f"{kind.__name__}, not negative" if kind in (int, float) else kind.__name__)
+        other = next((pair for pair in found if pair[1] != value), None)
+        if other:
+            raise self.bad(other[0], other[1], f"{value!r} as in {name}")
         return kind(value) if kind is float else value
 
     def need(self, names, kind=int):
@@ -55,7 +55,9 @@ class Values:
                             "or it asks for what Colibri does not compute")
 
     def _at(self, path):
-        value = self.values
-        for key in path.split("."):
-            value = value.get(key) if type(value) is dict else None
+        value, keys = self.values, path.split(".")
+        for depth, key in enumerate(keys):
+            if value is not None and type(value) is not dict:
+                raise self.bad(".".join(keys[:depth]), value, "an object")
+            value = None if value is None else value.get(key)
         return value

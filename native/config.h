@@ -4,13 +4,13 @@
 #ifndef COLIBRI_CONFIG_H
 #define COLIBRI_CONFIG_H
 
-#include "format.h"
+#include "panels.h"
 
 #ifndef NUM_EXPERTS
 #define NUM_EXPERTS 32
 #endif
-#ifndef K
-#define K 2
+#ifndef EXPERTS_PER_TOKEN
+#define EXPERTS_PER_TOKEN 2
 #endif
 #ifndef HIDDEN
 #define HIDDEN 128
@@ -32,6 +32,15 @@
 #endif
 #ifndef WEIGHT_DTYPE
 #define WEIGHT_DTYPE DTYPE_F16
+#endif
+#ifndef EXPERT_DTYPE
+#define EXPERT_DTYPE 0 /* as WEIGHT_DTYPE; else a DTYPE code + 1 */
+#endif
+#ifndef DENSE_DTYPE
+#define DENSE_DTYPE 0
+#endif
+#ifndef COMPUTE_DTYPE
+#define COMPUTE_DTYPE 0
 #endif
 #ifndef ACTIVATION
 #define ACTIVATION ACTIVATION_SILU
@@ -93,6 +102,9 @@
 #ifndef SHARED_GATE
 #define SHARED_GATE 0
 #endif
+#ifndef STORED_EXPERTS
+#define STORED_EXPERTS NUM_EXPERTS /* places of a layer's experts in memory; fewer: State.place says which are there */
+#endif
 #ifndef CUDA_ARCH
 #define CUDA_ARCH 0 /* 90 in an sm_90 build */
 #endif
@@ -116,68 +128,83 @@
 #define OWN_Q ((ATTENTION_KIND == ATTENTION_LATENT) * (Q_LORA_RANK > 0) + (ATTENTION_KIND == ATTENTION_MOA))
 #define NOPE_DIM ((ATTENTION_KIND == ATTENTION_LATENT) * (HEAD_DIM - ROTARY_DIM)) /* of k that comes from the latent */
 #define KV_B_ROWS ((ATTENTION_KIND == ATTENTION_LATENT) * NUM_HEADS * (NOPE_DIM + V_HEAD_DIM))
+#define HAS_RESIDUAL (NUM_HEADS > 0) /* a bare stack's layer writes over its input */
 #define MLP_FFN (DENSE_FFN > SHARED_FFN ? DENSE_FFN : SHARED_FFN)
+
+/* DTYPE codes of the experts' matrices, of all others, and of operands and caches beside weights of few bits. */
+#define EXPERT_FORMAT (EXPERT_DTYPE ? EXPERT_DTYPE - 1 : WEIGHT_DTYPE)
+#define DENSE_FORMAT (DENSE_DTYPE ? DENSE_DTYPE - 1 : WEIGHT_DTYPE)
+#define COMPUTE_FORMAT (COMPUTE_DTYPE ? COMPUTE_DTYPE - 1 : WEIGHT_DTYPE)
 
 #define MAX_TOKENS (MAX_BATCH > MAX_SEQ_LEN ? MAX_BATCH : MAX_SEQ_LEN) /* of one forward call */
 
+/* Every value that is baked in: struct Config's field, which is the header's up to interleave_rows and the library's
+ * own from there on, and the macro that sets it. */
+#define CONFIG_FIELDS(F) \
+    F(num_experts, NUM_EXPERTS) \
+    F(k, EXPERTS_PER_TOKEN) \
+    F(hidden, HIDDEN) \
+    F(ffn, FFN) \
+    F(num_heads, NUM_HEADS) \
+    F(num_kv_heads, NUM_KV_HEADS) \
+    F(head_dim, HEAD_DIM) \
+    F(vocab_size, VOCAB_SIZE) \
+    F(weight_dtype, WEIGHT_DTYPE) \
+    F(expert_dtype, EXPERT_DTYPE) \
+    F(dense_dtype, DENSE_DTYPE) \
+    F(compute_dtype, COMPUTE_DTYPE) \
+    F(activation, ACTIVATION) \
+    F(gated, GATED) \
+    F(router_kind, ROUTER_KIND) \
+    F(router_bias, ROUTER_BIAS) \
+    F(renormalize, RENORMALIZE) \
+    F(num_groups, NUM_GROUPS) \
+    F(topk_groups, TOPK_GROUPS) \
+    F(norm_kind, NORM_KIND) \
+    F(rope_kind, ROPE_KIND) \
+    F(attention_kind, ATTENTION_KIND) \
+    F(v_head_dim, V_HEAD_DIM) \
+    F(rotary_dim, ROTARY_DIM) \
+    F(q_lora_rank, Q_LORA_RANK) \
+    F(kv_lora_rank, KV_LORA_RANK) \
+    F(qk_norm, QK_NORM) \
+    F(sinks, SINKS) \
+    F(expert_bias, EXPERT_BIAS) \
+    F(dense_ffn, DENSE_FFN) \
+    F(shared_ffn, SHARED_FFN) \
+    F(shared_gate, SHARED_GATE) \
+    F(interleave_rows, PANEL_ROWS) \
+    F(max_batch, MAX_BATCH) \
+    F(max_seq_len, MAX_SEQ_LEN) \
+    F(window_piece, WINDOW_PIECE) \
+    F(stored_experts, STORED_EXPERTS) \
+    F(cuda_arch, CUDA_ARCH)
+
 #ifdef __cplusplus
-#define STATIC_ASSERT(condition) static_assert(condition, "native/config.h: expected " #condition "; correct DEFINES")
+#define STATIC_ASSERT(condition, text) static_assert(condition, "native/config.h: expected " text "; correct DEFINES")
 #else
-#define STATIC_ASSERT(condition) _Static_assert(condition, "native/config.h: expected " #condition "; correct DEFINES")
+#define STATIC_ASSERT(condition, text) _Static_assert(condition, "native/config.h: expected " text "; correct DEFINES")
 #endif
 
-STATIC_ASSERT(NUM_EXPERTS >= 1 && NUM_EXPERTS <= 256);
-STATIC_ASSERT(K >= 1 && K <= 16 && K <= NUM_EXPERTS);
-STATIC_ASSERT(HIDDEN >= 1 && FFN >= 1 && MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1);
-STATIC_ASSERT(NUM_HEADS == 0 || (NUM_KV_HEADS >= 1 && NUM_HEADS % (NUM_KV_HEADS ? NUM_KV_HEADS : 1) == 0));
-STATIC_ASSERT(NUM_HEADS == 0 || (HEAD_DIM >= 2 && HEAD_DIM % 2 == 0 && HEAD_DIM <= 512));
-STATIC_ASSERT((NUM_HEADS == 0) == (VOCAB_SIZE == 0));
-STATIC_ASSERT(NUM_EXPERTS % NUM_GROUPS == 0 && TOPK_GROUPS >= 1 && TOPK_GROUPS <= NUM_GROUPS);
-STATIC_ASSERT(TOPK_GROUPS * (NUM_EXPERTS / NUM_GROUPS) >= K);
-STATIC_ASSERT(ROUTER_KIND != ROUTER_SPARSEMIXER || K == 2);
-STATIC_ASSERT(ROTARY_DIM % 2 == 0 && ROTARY_DIM <= HEAD_DIM);
-STATIC_ASSERT(NUM_HEADS == 0 || (V_HEAD_DIM >= 1 && V_HEAD_DIM <= 512));
-STATIC_ASSERT(ATTENTION_KIND != ATTENTION_LATENT || (NUM_KV_HEADS == NUM_HEADS && KV_LORA_RANK >= 1));
-STATIC_ASSERT(ATTENTION_KIND != ATTENTION_LATENT || ROTARY_DIM < HEAD_DIM);
-STATIC_ASSERT(ATTENTION_KIND == ATTENTION_LATENT || (V_HEAD_DIM == HEAD_DIM && KV_LORA_RANK == 0 && Q_LORA_RANK == 0));
-STATIC_ASSERT(ATTENTION_KIND != ATTENTION_MOA || NUM_HEADS == K * NUM_KV_HEADS);
-STATIC_ASSERT(MLP_FFN == 0 || GATED);
+STATIC_ASSERT(MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1,
+              "MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1");
+
+/* MODEL_RULES of the values that are baked in. Nothing calls it. */
+static inline void check_model_rules(void) {
+#define VALUE(field, macro) field = (macro),
+    enum { CONFIG_FIELDS(VALUE) };
+#undef VALUE
+#define RULE(field, condition, words) STATIC_ASSERT(condition, #condition);
+    MODEL_RULES(RULE)
+#undef RULE
+}
+
+STATIC_ASSERT(STORED_EXPERTS >= 1 && STORED_EXPERTS <= NUM_EXPERTS, "1 <= STORED_EXPERTS <= NUM_EXPERTS");
+
+#define CONFIG_FIELD(field, macro) uint32_t field;
 
 typedef struct Config {
-    uint32_t num_experts;
-    uint32_t k;
-    uint32_t hidden;
-    uint32_t ffn;
-    uint32_t num_heads;
-    uint32_t num_kv_heads;
-    uint32_t head_dim;
-    uint32_t vocab_size;
-    uint32_t weight_dtype;
-    uint32_t activation;
-    uint32_t gated;
-    uint32_t router_kind;
-    uint32_t router_bias;
-    uint32_t renormalize;
-    uint32_t num_groups;
-    uint32_t topk_groups;
-    uint32_t norm_kind;
-    uint32_t rope_kind;
-    uint32_t attention_kind;
-    uint32_t v_head_dim;
-    uint32_t rotary_dim;
-    uint32_t q_lora_rank;
-    uint32_t kv_lora_rank;
-    uint32_t qk_norm;
-    uint32_t sinks;
-    uint32_t expert_bias;
-    uint32_t dense_ffn;
-    uint32_t shared_ffn;
-    uint32_t shared_gate;
-    uint32_t interleave_rows;
-    uint32_t max_batch;         /* from here on the library's own: not in the file */
-    uint32_t max_seq_len;
-    uint32_t window_piece;
-    uint32_t cuda_arch;         /* 0: no CUDA backend; 90 for sm_90 */
+    CONFIG_FIELDS(CONFIG_FIELD)
 } Config;
 
 #endif

@@ -10,16 +10,9 @@ const char *colibri_digest(void) {
 }
 
 int colibri_config(void *config) {
-    Config baked = {
-        .num_experts = NUM_EXPERTS, .k = K, .hidden = HIDDEN, .ffn = FFN, .num_heads = NUM_HEADS,
-        .num_kv_heads = NUM_KV_HEADS, .head_dim = HEAD_DIM, .vocab_size = VOCAB_SIZE, .weight_dtype = WEIGHT_DTYPE,
-        .activation = ACTIVATION, .gated = GATED, .router_kind = ROUTER_KIND, .router_bias = ROUTER_BIAS,
-        .renormalize = RENORMALIZE, .num_groups = NUM_GROUPS, .topk_groups = TOPK_GROUPS, .norm_kind = NORM_KIND,
-        .rope_kind = ROPE_KIND, .attention_kind = ATTENTION_KIND, .v_head_dim = V_HEAD_DIM, .rotary_dim = ROTARY_DIM,
-        .q_lora_rank = Q_LORA_RANK, .kv_lora_rank = KV_LORA_RANK, .qk_norm = QK_NORM, .sinks = SINKS,
-        .expert_bias = EXPERT_BIAS, .dense_ffn = DENSE_FFN, .shared_ffn = SHARED_FFN, .shared_gate = SHARED_GATE,
-        .interleave_rows = PANEL_ROWS, .max_batch = MAX_BATCH, .max_seq_len = MAX_SEQ_LEN,
-        .window_piece = WINDOW_PIECE, .cuda_arch = CUDA_ARCH};
+#define VALUE(field, macro) .field = (macro),
+    Config baked = {CONFIG_FIELDS(VALUE)};
+#undef VALUE
     memcpy(config, &baked, sizeof baked);
     return 0;
 }
@@ -88,7 +81,10 @@ int colibri_check(const void *model) {
     const Batch *b = ((const Model *)model)->batch;
     if (b->fault == FAULT_ROUTER_LOGIT)
         return fail("layers.%d.router: logits of token %d are NaN, +inf or fewer than k=%d finite, expected finite; "
-                    "the weights or the input hold NaN or inf", b->fault_layer, b->fault_token, K);
+                    "the weights or the input hold NaN or inf", b->fault_layer, b->fault_token, EXPERTS_PER_TOKEN);
+    if (b->fault == FAULT_EXPERT)
+        return fail("layers.%d: expert %d was chosen and has no place in memory, expected all chosen experts there; "
+                    "give it one in State.place", b->fault_layer, b->fault_token);
     if (b->fault == FAULT_LOGIT) {
         int row = 0;
         while (row < b->num_logits - 1 && b->sampled[row] >= 0) row++;

@@ -11,15 +11,17 @@
 
 #define FORMAT_VERSION 2
 #define DATA_ALIGNMENT 4096
-#define PANEL_ROWS 64 /* rows of one panel; the header's interleave_rows */
-#define GATE_GROUP 8  /* gated experts: 8 gate rows, 8 up rows, 8 gate rows, ... */
 #define MAX_RANK 3
 #define MAX_TENSORS 65536 /* so that a damaged count does not keep a reader busy */
+#define MAX_EXPERTS 256
+#define MAX_K 16
+#define MAX_HEAD_DIM 512
 
-/* weight_dtype, BinTensor.dtype */
+/* weight_dtype, BinTensor.dtype; expert_dtype, dense_dtype and compute_dtype have 1 more, and 0 for weight_dtype */
 #define DTYPE_F32 0
 #define DTYPE_F16 1
 #define DTYPE_BF16 2
+#define NUM_DTYPES 3
 
 /* activation */
 #define ACTIVATION_SILU 0
@@ -41,6 +43,9 @@
 /* rope_kind */
 #define ROPE_NONE 0
 #define ROPE_DEFAULT 1 /* pairs (i, i + rotary_dim/2) of a head, by rope_frequencies[i] a position */
+#define ROPE_LONG 2    /* longrope: in a sequence of more than rope_original_positions, by rope_long_frequencies[i] */
+#define ROPE_DYNAMIC 3 /* dynamic NTK: for a length L of more than N = rope_original_positions, rope_frequencies[i] is
+                        * divided by (1 + rope_dynamic_factor * (L - N) / N) ^ (2i / (rotary_dim - 2)) */
 
 /* attention_kind */
 #define ATTENTION_GQA 0    /* num_heads / num_kv_heads neighbouring query heads share a kv head */
@@ -70,7 +75,7 @@ typedef struct BinHeader {
     uint32_t head_dim;
     uint32_t vocab_size;        /* 0: hidden states in, hidden states out */
     uint32_t max_positions;     /* positions the model was trained for; 0: no limit of its own */
-    uint32_t weight_dtype;      /* of every matrix but the routers, which are F32 like every vector */
+    uint32_t weight_dtype;      /* of matrices; routers and vectors are F32; see expert_dtype, dense_dtype */
     uint32_t activation;
     uint32_t gated;             /* 1: down(activation(gate x) * up x); 0: down(activation(up x)) */
     uint32_t router_kind;
@@ -124,7 +129,13 @@ typedef struct BinHeader {
     uint32_t eos_ids[8];        /* num_eos tokens that end a text */
     uint32_t add_bos;           /* 1: bos_id begins a prompt, also where tokenizer.json does not put it there */
     uint32_t bos_id;            /* with add_bos; else 0 */
-    uint32_t reserved[40];      /* 0 */
+    uint32_t rope_original_positions; /* ROPE_LONG, ROPE_DYNAMIC: lengths up to it have rope_frequencies as they are */
+    float rope_long_attention_factor; /* ROPE_LONG: of cosine and sine where rope_long_frequencies hold */
+    float rope_dynamic_factor;  /* ROPE_DYNAMIC: at least 1 */
+    uint32_t expert_dtype;      /* of the experts' matrices: 0 weight_dtype, else a DTYPE code + 1 */
+    uint32_t dense_dtype;       /* of every other matrix, likewise */
+    uint32_t compute_dtype;     /* 16 bits, of operands and caches beside weights of few bits; likewise */
+    uint32_t reserved[34];      /* 0 */
 } BinHeader;                    /* 512 bytes */
 
 typedef struct BinTensor {
@@ -138,21 +149,22 @@ typedef struct BinTensor {
     uint64_t bytes;             /* stored bytes, panel padding included */
 } BinTensor;                    /* 120 bytes */
 
-/* A matrix [rows, columns] is stored in panels of PANEL_ROWS rows: [row panel][expert][column][64 rows], the last
- * panel filled up with zero rows. A matrix that is not an expert's is the same with one expert.
+/* A matrix [rows, columns] is stored in panels, as in panels.h.
  *
  * T(name, type, experts, rows, columns): a tensor with a zero dimension is not in the file; experts 0 means a plain
- * matrix, columns 0 a vector. The expressions are in the header's fields. weight_t is weight_dtype.
+ * matrix, columns 0 a vector. The expressions are in the header's fields. expert_t has expert_dtype, dense_t
+ * dense_dtype, float F32.
  * In a gated experts_up, and in mlp_up, gate and up rows alternate in groups of GATE_GROUP, and both are filled up with
  * zero rows to a multiple of it: stored rows are 2 * GATE_GROUP * ceil(ffn / GATE_GROUP), then whole panels; the shape
  * in the directory stays [num_experts, 2 * ffn, hidden]. */
 #define MODEL_TENSORS(T) \
-    T(embed,            weight_t, 0, vocab_size, hidden) \
+    T(embed,            dense_t,  0, vocab_size, hidden) \
     T(final_norm,       float,    0, hidden * (vocab_size > 0), 0) \
     T(final_norm_bias,  float,    0, hidden * norm_bias, 0) \
-    T(lm_head,          weight_t, 0, vocab_size * (1 - tied_embeddings), hidden) \
+    T(lm_head,          dense_t,  0, vocab_size * (1 - tied_embeddings), hidden) \
     T(lm_head_bias,     float,    0, vocab_size * lm_head_bias, 0) \
-    T(rope_frequencies, float,    0, rotary_dim / 2, 0)
+    T(rope_frequencies, float,    0, rotary_dim / 2, 0) \
+    T(rope_long_frequencies, float, 0, (rope_kind == 2) * (rotary_dim / 2), 0)
 
 /* What a layer's expressions use beyond the header's fields; `dense` is 1 on the layers of dense_layers. Rows of qkv:
  * GQA q, k, v; LATENT q's latent (or q), latent, k's rotated part; MOA k, v. */
@@ -173,32 +185,71 @@ typedef struct BinTensor {
 #define LAYER_TENSORS(T) \
     T(attention_norm,        float,    0, hidden * (num_heads > 0), 0) \
     T(attention_norm_bias,   float,    0, hidden * norm_bias, 0) \
-    T(qkv,                   weight_t, 0, qkv_rows, hidden) \
+    T(qkv,                   dense_t,  0, qkv_rows, hidden) \
     T(qkv_bias,              float,    0, qkv_rows * qkv_bias, 0) \
     T(q_norm,                float,    0, (qk_norm == 1) * head_dim + (qk_norm == 2) * num_heads * head_dim, 0) \
     T(k_norm,                float,    0, (qk_norm == 1) * head_dim + (qk_norm == 2) * num_kv_heads * head_dim, 0) \
     T(q_a_norm,              float,    0, q_lora_rank, 0) \
-    T(q_b,                   weight_t, 0, (q_lora_rank > 0) * num_heads * head_dim, q_lora_rank) \
+    T(q_b,                   dense_t,  0, (q_lora_rank > 0) * num_heads * head_dim, q_lora_rank) \
     T(kv_a_norm,             float,    0, kv_lora_rank, 0) \
-    T(kv_b,                  weight_t, 0, kv_b_rows, kv_lora_rank) \
+    T(kv_b,                  dense_t,  0, kv_b_rows, kv_lora_rank) \
     T(sinks,                 float,    0, num_heads * sinks, 0) \
     T(attention_router,      float,    0, moa_experts, hidden) \
-    T(attention_experts_in,  weight_t, moa_experts, num_kv_heads * head_dim, hidden) \
-    T(attention_experts_out, weight_t, moa_experts, hidden, num_kv_heads * head_dim) \
-    T(attention_out,         weight_t, 0, (attention_kind < 2) * hidden * (num_heads > 0), num_heads * v_head_dim) \
+    T(attention_experts_in,  expert_t, moa_experts, num_kv_heads * head_dim, hidden) \
+    T(attention_experts_out, expert_t, moa_experts, hidden, num_kv_heads * head_dim) \
+    T(attention_out,         dense_t,  0, (attention_kind < 2) * hidden * (num_heads > 0), num_heads * v_head_dim) \
     T(attention_out_bias,    float,    0, hidden * attention_out_bias, 0) \
     T(ffn_norm,              float,    0, hidden * (num_heads > 0), 0) \
     T(ffn_norm_bias,         float,    0, hidden * norm_bias, 0) \
-    T(mlp_up,                weight_t, 0, 2 * mlp_ffn, hidden) \
-    T(mlp_down,              weight_t, 0, hidden * (mlp_ffn > 0), mlp_ffn) \
+    T(mlp_up,                dense_t,  0, 2 * mlp_ffn, hidden) \
+    T(mlp_down,              dense_t,  0, hidden * (mlp_ffn > 0), mlp_ffn) \
     T(shared_gate,           float,    0, hidden * shared_gate * moe, 0) \
     T(router,                float,    0, num_experts * moe, hidden) \
     T(router_bias,           float,    0, num_experts * router_bias * moe, 0) \
     T(router_logit_bias,     float,    0, num_experts * router_logit_bias * moe, 0) \
-    T(experts_up,            weight_t, num_experts * moe, ffn * (1 + gated), hidden) \
+    T(experts_up,            expert_t, num_experts * moe, ffn * (1 + gated), hidden) \
     T(experts_up_bias,       float,    0, num_experts * (1 + gated) * ffn * expert_bias * moe, 0) \
-    T(experts_down,          weight_t, num_experts * moe, hidden, ffn) \
+    T(experts_down,          expert_t, num_experts * moe, hidden, ffn) \
     T(experts_down_bias,     float,    0, num_experts * hidden * expert_bias * moe, 0) \
     T(ffn_out_bias,          float,    0, hidden * ffn_out_bias, 0)
+
+/* What every model keeps to, in the header's fields. R(field, condition, words): the condition is true, else an error
+ * reads field=got, expected words, with the value of each {name}. config.h asserts the list of what is baked in, Python
+ * evaluates it for files and configs: && and || go from left to right, so that none divides by zero. */
+#define MODEL_RULES(R) \
+    R(num_experts, num_experts >= 1 && num_experts <= MAX_EXPERTS, "1 to {MAX_EXPERTS}") \
+    R(k, k >= 1 && k <= MAX_K && k <= num_experts, "1 to {MAX_K}, and at most num_experts={num_experts}") \
+    R(k, router_kind != ROUTER_SPARSEMIXER || k == 2, "2 with router_kind=sparsemixer") \
+    R(num_groups, num_groups >= 1 && num_experts % num_groups == 0, "a divisor of num_experts={num_experts}") \
+    R(topk_groups, topk_groups >= 1 && topk_groups <= num_groups, "1 to num_groups={num_groups}") \
+    R(topk_groups, topk_groups * (num_experts / num_groups) >= k, "enough groups to hold k={k} experts") \
+    R(hidden, hidden >= 1, "at least 1") \
+    R(ffn, ffn >= 1, "at least 1") \
+    R(vocab_size, (num_heads == 0) == (vocab_size == 0), \
+      "0 for a bare stack of MoE layers (num_heads=0) and at least 1 otherwise") \
+    R(num_kv_heads, num_heads > 0 || num_kv_heads == 0, "0 for num_heads=0") \
+    R(head_dim, num_heads > 0 || head_dim == 0, "0 for num_heads=0") \
+    R(num_kv_heads, num_heads == 0 || (num_kv_heads >= 1 && num_heads % num_kv_heads == 0), \
+      "a divisor of num_heads={num_heads}") \
+    R(head_dim, num_heads == 0 || (head_dim >= 2 && head_dim <= MAX_HEAD_DIM && head_dim % 2 == 0), \
+      "an even number from 2 to {MAX_HEAD_DIM}") \
+    R(rotary_dim, rotary_dim % 2 == 0 && rotary_dim <= head_dim, "an even number up to head_dim={head_dim}") \
+    R(rotary_dim, attention_kind != ATTENTION_LATENT || rotary_dim < head_dim, \
+      "below head_dim={head_dim} with a latent") \
+    R(rotary_dim, num_heads == 0 || rope_kind != ROPE_DYNAMIC || rotary_dim >= 4, "at least 4 with rope_kind=dynamic") \
+    R(v_head_dim, attention_kind == ATTENTION_LATENT || v_head_dim == head_dim, "head_dim={head_dim}") \
+    R(v_head_dim, attention_kind != ATTENTION_LATENT || (v_head_dim >= 1 && v_head_dim <= MAX_HEAD_DIM), \
+      "1 to {MAX_HEAD_DIM}") \
+    R(kv_lora_rank, (kv_lora_rank > 0) == (attention_kind == ATTENTION_LATENT), "at least 1 with a latent, else 0") \
+    R(q_lora_rank, attention_kind == ATTENTION_LATENT || q_lora_rank == 0, "0 without a latent") \
+    R(num_kv_heads, attention_kind != ATTENTION_LATENT || num_kv_heads == num_heads, \
+      "num_heads={num_heads} with a latent") \
+    R(num_heads, attention_kind != ATTENTION_MOA || num_heads == k * num_kv_heads, \
+      "k * num_kv_heads, with k={k} and num_kv_heads={num_kv_heads}, with experts of attention") \
+    R(expert_dtype, expert_dtype <= NUM_DTYPES, "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)") \
+    R(dense_dtype, dense_dtype <= NUM_DTYPES, "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)") \
+    R(compute_dtype, compute_dtype == 0 || compute_dtype == DTYPE_F16 + 1 || compute_dtype == DTYPE_BF16 + 1, \
+      "0 (weight_dtype), 2 (f16) or 3 (bf16)") \
+    R(gated, gated == 1 || (dense_ffn == 0 && shared_ffn == 0), "1 with dense_ffn or shared_ffn")
 
 #endif

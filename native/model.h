@@ -5,13 +5,13 @@
 #ifndef COLIBRI_MODEL_H
 #define COLIBRI_MODEL_H
 
+#include <math.h>
+
 #include "config.h"
 
-#if WEIGHT_DTYPE == DTYPE_F32
-typedef float weight_t;
-#else
-typedef uint16_t weight_t; /* the bits of an f16 or bf16 */
-#endif
+/* A matrix as it is stored: panels.h says how. */
+typedef void expert_t;
+typedef void dense_t;
 
 #define TENSOR_POINTER(name, type, experts, rows, columns) const type *name;
 
@@ -26,7 +26,7 @@ typedef struct Weights {
 
 /* One forward call's input and output, filled in and read by Python. For CUDA it lies in page-locked mapped memory,
  * at the same address on both sides. Token t belongs to KV slot slots[t] and stands at positions[t] there; the
- * tokens of one slot come in the order of their positions, at most max_piece of CACHE_VALUES in a step. logit_rows
+ * tokens of one slot come in the order of their positions, at most max_piece (cache.h) in a step. logit_rows
  * names the tokens whose logits are wanted; sampled[i], sampler fields and logits row i belong to logit_rows[i]. */
 typedef struct Batch {
     const float *input;                 /* (num_tokens, HIDDEN) of a bare stack, where its step can read them */
@@ -34,11 +34,12 @@ typedef struct Batch {
     int32_t num_logits;
     int32_t sample;                     /* 0: logits only */
     int32_t fault;                      /* 0, or FAULT_*; written by the device */
-    int32_t fault_layer;                /* of FAULT_ROUTER_LOGIT, as fault_token; FAULT_LOGIT is where -1 was sampled */
-    int32_t fault_token;
+    int32_t fault_layer;                /* of the router's faults; FAULT_LOGIT is where -1 was sampled */
+    int32_t fault_token;                /* of FAULT_ROUTER_LOGIT the token, of FAULT_EXPERT the expert */
     int32_t tokens[MAX_TOKENS];
     int32_t positions[MAX_TOKENS];
     int32_t slots[MAX_TOKENS];
+    int32_t rope_lengths[MAX_TOKENS];   /* ROPE_LONG, ROPE_DYNAMIC: the length whose frequencies rotate the token */
     int32_t logit_rows[MAX_TOKENS];
     float temperature[MAX_TOKENS];      /* 0: greedy */
     int32_t top_k[MAX_TOKENS];          /* 0: all */
@@ -49,38 +50,30 @@ typedef struct Batch {
 
 #define FAULT_ROUTER_LOGIT 1 /* a NaN or +inf router logit, or fewer than k finite ones */
 #define FAULT_LOGIT 2        /* a NaN among the logits to sample from */
+#define FAULT_EXPERT 3       /* a chosen expert whose place is -1 */
 
-/* How long the KV cache is, from the header's fields and num_windowed, the number of layers with a window. Such a layer
- * keeps a ring of positions: the window of a step's first token and all that the step brings. */
-#define CACHE_GROUP 128 /* positions; a ring is a multiple of it */
-#define CACHE_VALUES(B) \
-    B(piece, (window > WINDOW_PIECE ? window : WINDOW_PIECE)) \
-    B(needed, (window + piece + CACHE_GROUP - 1) / CACHE_GROUP * CACHE_GROUP) \
-    B(ring, (needed < MAX_SEQ_LEN ? needed : MAX_SEQ_LEN)) \
-    B(is_limited, (num_windowed > 0) * (ring < MAX_SEQ_LEN)) \
-    B(max_piece, (is_limited ? piece : MAX_TOKENS)) /* tokens of one slot in a step */ \
-    B(cache_positions, (num_layers - num_windowed) * MAX_SEQ_LEN + num_windowed * ring) /* of a slot and kv head */
-
-/* What a step works in. B(name, type, rows, columns); num_slots and CACHE_VALUES are run-time values.
+/* What a step works in. B(name, type, rows, columns); num_slots and the CACHE_VALUES of cache.h are run-time values.
  * x is the residual stream, and a bare MoE stack's input and output. */
 #define STATE_BUFFERS(B) \
     B(key_cache,        float,    num_slots * NUM_KV_HEADS * cache_positions, HEAD_DIM) /* rows by cache_row() */ \
     B(value_cache,      float,    num_slots * NUM_KV_HEADS * cache_positions, V_HEAD_DIM) \
+    B(place,            int32_t,  num_layers, NUM_EXPERTS) /* of an expert, below STORED_EXPERTS; -1: none */ \
     B(x,                float,    MAX_TOKENS, HIDDEN) \
     B(normed,           float,    MAX_TOKENS, HIDDEN) \
     B(qkv,              float,    MAX_TOKENS, QKV_ROWS) \
     B(q,                float,    MAX_TOKENS, OWN_Q * NUM_HEADS * HEAD_DIM) \
+    B(dynamic_frequencies, float, MAX_TOKENS * (ROPE_KIND == ROPE_DYNAMIC), ROTARY_DIM / 2) /* of a GPU's step */ \
     B(kv,               float,    MAX_TOKENS, KV_B_ROWS) /* the heads' k but for the rotated part, then their v */ \
     B(attention,        float,    MAX_TOKENS, NUM_HEADS * V_HEAD_DIM) \
     B(router_logits,    float,    MAX_TOKENS, NUM_EXPERTS) \
-    B(expert_ids,       int32_t,  MAX_TOKENS, K)  /* best first */ \
-    B(expert_weights,   float,    MAX_TOKENS, K) \
+    B(expert_ids,       int32_t,  MAX_TOKENS, EXPERTS_PER_TOKEN)  /* best first */ \
+    B(expert_weights,   float,    MAX_TOKENS, EXPERTS_PER_TOKEN) \
     B(expert_offsets,   int32_t,  1, NUM_EXPERTS + 1) /* expert e's assignments: [offsets[e], offsets[e+1]) */ \
-    B(assignments,      int32_t,  1, MAX_TOKENS * K)  /* token * K + slot, by expert, then by token */ \
+    B(assignments,      int32_t,  1, MAX_TOKENS * EXPERTS_PER_TOKEN)  /* token * k + slot, by expert, then by token */ \
     B(active_experts,   int32_t,  1, NUM_EXPERTS)     /* those with a token, ascending */ \
     B(num_active,       int32_t,  1, 1) \
-    B(expert_mid,       float,    MAX_TOKENS * K, FFN)    /* row token * K + slot */ \
-    B(expert_out,       float,    MAX_TOKENS * K, HIDDEN) /* row token * K + slot */ \
+    B(expert_mid,       float,    MAX_TOKENS * EXPERTS_PER_TOKEN, FFN)    /* row token * k + slot */ \
+    B(expert_out,       float,    MAX_TOKENS * EXPERTS_PER_TOKEN, HIDDEN) /* row token * k + slot */ \
     B(mlp_mid,          float,    MAX_TOKENS, MLP_FFN)    /* rows of the layer's own width */ \
     B(mlp_out,          float,    MAX_TOKENS, HIDDEN * (MLP_FFN > 0)) \
     B(logits,           float,    MAX_TOKENS, VOCAB_SIZE) \
@@ -106,52 +99,28 @@ typedef struct Model {
     int32_t layer;       /* that is being run or launched; -1 outside of the layers */
 } Model;
 
-#ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__
-#else
-#define HOST_DEVICE
-#endif
+/* Where a layer's experts stand in its matrices and biases, (NUM_EXPERTS); -1 is one that is not here. */
+static inline const int32_t *places(const Model *m, int layer) {
+    return m->state.place + (int64_t)layer * NUM_EXPERTS;
+}
+
+/* What a layer's router, mlp and experts read: the normed residual stream, or a bare stack's input as it is. */
+static inline const float *ffn_input(const Model *m) { return HAS_RESIDUAL ? m->state.normed : m->state.x; }
+
+/* Whether frequencies for so many positions are others than rope_frequencies. */
+static inline HOST_DEVICE int is_long_rope(int32_t length, uint32_t original) { return (uint32_t)length > original; }
+
+/* ROPE_DYNAMIC's frequency of a pair. */
+static inline HOST_DEVICE float dynamic_frequency(float frequency, int pair, int32_t length, uint32_t original,
+                                                  float factor) {
+    if (!is_long_rope(length, original)) return frequency;
+    double stretch = 1 + (double)factor * ((uint32_t)length - original) / original;
+    return (float)(frequency / pow(stretch, 2 * pair / (ROTARY_DIM - 2.0)));
+}
 
 /* Whether a layer is in window_layers or dense_layers, which have the first 128. */
 static inline int layer_bit(const uint32_t *mask, int layer) {
     return layer < 128 && mask[layer / 32] >> layer % 32 & 1;
-}
-
-typedef struct CacheSizes {
-    int64_t ring;
-    int64_t max_piece;
-    int64_t cache_positions;
-} CacheSizes;
-
-/* Of the first num_layers layers. */
-static inline CacheSizes cache_sizes(const BinHeader *header, int64_t num_layers) {
-    int64_t window = header->window, num_windowed = 0;
-    for (int l = 0; l < num_layers; l++) num_windowed += layer_bit(header->window_layers, l);
-#define VALUE(name, expression) int64_t name = (expression);
-    CACHE_VALUES(VALUE)
-#undef VALUE
-    CacheSizes sizes = {ring, max_piece, cache_positions};
-    return sizes;
-}
-
-/* A layer's part of either cache: [slot][kv head][positions]. */
-typedef struct LayerCache {
-    int64_t first_row;
-    int32_t positions; /* that the layer keeps: MAX_SEQ_LEN, or a ring of them */
-    int32_t window;    /* positions that a token sees, its own included; 0: all up to its own */
-} LayerCache;
-
-static inline LayerCache layer_cache(const Model *m, int layer) {
-    CacheSizes before = cache_sizes(&m->header, layer);
-    int windowed = layer_bit(m->header.window_layers, layer);
-    LayerCache cache = {m->num_slots * NUM_KV_HEADS * before.cache_positions,
-                        windowed ? (int32_t)before.ring : MAX_SEQ_LEN, windowed ? (int32_t)m->header.window : 0};
-    return cache;
-}
-
-/* The only place that says where a position of a slot and kv head lies: position p of them all at p % positions. */
-static inline HOST_DEVICE int64_t cache_row(LayerCache cache, int slot, int kv_head, int position) {
-    return cache.first_row + ((int64_t)slot * NUM_KV_HEADS + kv_head) * cache.positions + position % cache.positions;
 }
 
 #endif

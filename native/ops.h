@@ -1,12 +1,58 @@
-/* The ops. forward.c is written over this table; each backend fills it in (host_ops, cuda_ops).
+/* The ops: OPS(O) is the only list of them. struct Ops, both backends' declarations and tables and colibri_run_op come
+ * from it; forward.c is written over it. Every op is
  *
- * num_tokens is the number of rows to launch for: on the host it equals batch->num_tokens; in a CUDA graph it is the
- * graph's bucket, and kernels read the true number from batch->num_tokens. Each op returns 0, or -1 with the
- * message set (error.h). `y` rows are token rows of the named state buffers. */
+ *     int op(Model *m, int num_rows, int layer);
+ *
+ * num_rows is the number of rows to launch for: on the host it equals batch->num_tokens (num_logits for the last three
+ * ops); in a CUDA graph it is the graph's bucket, and kernels read the true number from the batch. layer means nothing
+ * to an op outside of the layers. Each op returns 0, or -1 with the message set (error.h). Names are those of state
+ * buffers, whose rows are a token's, and of the layer's tensors; `input` is ffn_input(). */
 #ifndef COLIBRI_OPS_H
 #define COLIBRI_OPS_H
 
-#include "model.h"
+#include "cache.h"
+
+/* O(name, has): has is 0 in a configuration that never calls the op; its place in the table is NULL then. */
+#define OPS(O) \
+    /* once a step, before the first op */ \
+    O(begin, 1) \
+    /* x[t] = embed[tokens[t]] * embedding_multiplier, or a bare stack's input[t] */ \
+    O(embed, 1) \
+    /* normed[t] = the norm of x[t], by norm_kind, times attention_norm plus attention_norm_bias (NULL: none) */ \
+    O(attention_norm, NUM_HEADS > 0) \
+    /* qkv[t] = qkv normed[t] + qkv_bias */ \
+    O(qkv, NUM_HEADS > 0) \
+    /* q[t] and kv[t], where qkv[t] is not all: LATENT from the latents in it, MOA by normed[t]'s experts */ \
+    O(queries, NUM_HEADS > 0 && ATTENTION_KIND != ATTENTION_GQA) \
+    /* norms, clips and rotates q and k, then stores k and v at (layer, slot, kv head, position) of the caches */ \
+    O(rope, NUM_HEADS > 0) \
+    /* attention[t] = softmax(attention_scale q k) v over the positions of the token's slot that it sees */ \
+    O(attention, NUM_HEADS > 0) \
+    /* x[t] += residual_multiplier * (attention_out attention[t] + bias); MOA: the chosen experts' weighted sum */ \
+    O(attention_out, NUM_HEADS > 0) \
+    /* normed[t] = the norm of x[t] by ffn_norm and ffn_norm_bias */ \
+    O(ffn_norm, NUM_HEADS > 0) \
+    /* router_logits of input, then all that routing yields: ids, weights, offsets, assignments, active experts, \
+     * totals */ \
+    O(router, 1) \
+    /* mlp_out = mlp_down (activation(gate input) * up input), with a shared_gate times \
+     * sigmoid(shared_gate . input) */ \
+    O(mlp, MLP_FFN > 0) \
+    /* expert_mid = activation(gate input) * up input, for each assignment */ \
+    O(experts_up, 1) \
+    /* expert_out = down expert_mid */ \
+    O(experts_down, 1) \
+    /* x[t] = (HAS_RESIDUAL ? x[t] : 0) + residual_multiplier * (sum over slots, in order, of expert_weights * \
+     * expert_out, then mlp_out, then ffn_out_bias, as far as the layer has them) */ \
+    O(combine, 1) \
+    /* normed[i] = the final norm of x[logit_rows[i]] */ \
+    O(gather_norm, NUM_HEADS > 0) \
+    /* logits[i] = (lm_head normed[i] + bias) * logits_multiplier */ \
+    O(lm_head, NUM_HEADS > 0) \
+    /* sampled[i] from logits[i]: greedy takes the lowest index among equals */ \
+    O(sample, NUM_HEADS > 0)
+
+typedef int Op(Model *m, int num_rows, int layer);
 
 typedef struct Ops {
     const char *(*name)(void);          /* "host avx2", "host portable", "cuda sm_90" */
@@ -14,39 +60,14 @@ typedef struct Ops {
     /* bytes at `source` to the device's `target`, through chunks, two a thread, which are best page-locked; host: NULL */
     int (*upload)(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads,
                   void *stream);
-    int (*begin)(Model *m, int num_tokens); /* once a step, before the first op */
-    /* x[t] = embed[tokens[t]] * embedding_multiplier, or a bare stack's input[t] */
-    int (*embed)(Model *m, int num_tokens);
-    /* out[t] = the norm of x[t] times weight plus bias (NULL: none); rows of HIDDEN */
-    int (*norm)(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
-    /* qkv[t] = qkv_weight normed[t] + bias */
-    int (*qkv)(Model *m, int num_tokens, const Layer *layer);
-    /* q[t] and kv[t], where qkv[t] is not all: LATENT from the latents in it, MOA by normed[t]'s experts */
-    int (*queries)(Model *m, int num_tokens, int layer);
-    /* norms, clips and rotates q and k, then stores k and v at (layer, slot, kv head, position) of the caches */
-    int (*rope)(Model *m, int num_tokens, int layer);
-    /* attention[t] = softmax(attention_scale q k) v over the positions of the token's slot that it sees */
-    int (*attention)(Model *m, int num_tokens, int layer);
-    /* x[t] += residual_multiplier * (attention_out attention[t] + bias); MOA: the chosen experts' weighted sum */
-    int (*attention_out)(Model *m, int num_tokens, const Layer *layer);
-    /* router_logits of `input` rows, then all that routing yields: ids, weights, offsets, assignments, active experts,
-     * totals */
-    int (*router)(Model *m, int num_tokens, int layer, const float *input);
-    /* mlp_out = mlp_down (activation(gate input) * up input), with a shared_gate times sigmoid(shared_gate . input) */
-    int (*mlp)(Model *m, int num_tokens, const Layer *layer, const float *input);
-    /* expert_mid = activation(gate input) * up input, for each assignment */
-    int (*experts_up)(Model *m, int num_tokens, const Layer *layer, const float *input);
-    /* expert_out = down expert_mid */
-    int (*experts_down)(Model *m, int num_tokens, const Layer *layer);
-    /* x[t] = (residual ? x[t] : 0) + residual_multiplier * (sum over slots, in order, of expert_weights * expert_out,
-     * then mlp_out, then ffn_out_bias, as far as the layer has them) */
-    int (*combine)(Model *m, int num_tokens, const Layer *layer, int residual);
-    /* normed[i] = the final norm of x[logit_rows[i]]; logits[i] = (lm_head normed[i] + bias) * logits_multiplier */
-    int (*gather_norm)(Model *m, int num_logits);
-    int (*lm_head)(Model *m, int num_logits);
-    /* sampled[i] from logits[i]: greedy takes the lowest index among equals */
-    int (*sample)(Model *m, int num_logits);
+#define OP(op, has) Op *op;
+    OPS(OP)
+#undef OP
 } Ops;
+
+#define OP(op, has) Op host_##op;
+OPS(OP)
+#undef OP
 
 #ifdef __cplusplus
 extern "C" {

@@ -12,7 +12,7 @@ import pytest
 import reference
 from reference import fields
 
-from colibri import build
+from colibri import build, headers
 from colibri.checkpoint import Checkpoint
 from colibri.engine import Engine
 from colibri.gpu import arch, call, driver, properties
@@ -28,7 +28,7 @@ BARE = fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
 
 def library_file(extra="", max_seq_len=512, **config):
     """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
-    defines = [f"-D{name.upper()}={config[name]}" for name in BAKED if name in config]
+    defines = [f"-D{headers.default().macros[name]}={config[name]}" for name in BAKED if name in config]
     text = " ".join([*defines, f"-DMAX_SEQ_LEN={max_seq_len}", *extra.split()])
     made = subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, text=True, capture_output=True,
                           check=False)
@@ -86,6 +86,7 @@ class GpuModel:
         self.keep = header, layers, weights
         self.library.bind(self.model.ctypes.data, 1, header.ctypes.data, weights.ctypes.data, layers.ctypes.data, state,
                           self.pinned, 2, 1, int(self.stream))
+        self.write("place", np.tile(np.arange(model["num_experts"]), (model["num_layers"], 1)))
 
     def allocate(self, size, array=None):
         pointer = call("cuMemAlloc", max(size, 1))

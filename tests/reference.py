@@ -282,31 +282,34 @@ def interleave_gate(gate, up):
 
 
 def random_model(rng, **config):
-    """A model of random weights that its weight_dtype holds exactly, as float32; config: BinHeader's fields."""
+    """A model of random weights that its dtypes hold exactly, as float32; config: BinHeader's fields."""
     model = {**fields(num_layers=1, num_experts=4, k=2, hidden=64, ffn=32, num_heads=0, num_kv_heads=0, head_dim=0,
-                    vocab_size=0, weight_dtype=F16, activation=SILU, gated=1, router_kind=SOFTMAX, router_bias=0,
-                    renormalize=1, num_groups=1, topk_groups=1, routed_scaling=1.0, renormalize_min=0.0,
-                    router_logit_bias=0, expert_bias=0, swiglu_alpha=1.75, swiglu_limit=1.5, norm_kind=1, norm_eps=1e-5,
-                    rope_kind=1, rope_theta=10000.0, tied_embeddings=0), **config}
+                    vocab_size=0, weight_dtype=F16, expert_dtype=0, dense_dtype=0, activation=SILU, gated=1,
+                    router_kind=SOFTMAX, router_bias=0, renormalize=1, num_groups=1, topk_groups=1, routed_scaling=1.0,
+                    renormalize_min=0.0, router_logit_bias=0, expert_bias=0, swiglu_alpha=1.75,
+                    swiglu_limit=1.5, norm_kind=1, norm_eps=1e-5, rope_kind=1, rope_theta=10000.0, tied_embeddings=0),
+             **config}
     model = neutral(model)
     hidden, ffn, experts = model["hidden"], model["ffn"], model["num_experts"]
+    dense, expert = (headers.format_of(kind, model) for kind in ("dense_t", "expert_t"))
 
-    def matrix(*shape, dtype=model["weight_dtype"]):
+    def matrix(*shape, dtype=dense):
         return round_to(rng.standard_normal(shape) / math.sqrt(shape[-1]), dtype)
 
     def vector(size, wanted=True):
         return rng.standard_normal(size).astype(np.float32) if wanted else None
 
     heads, qkv_rows = model["num_heads"], (model["num_heads"] + 2 * model["num_kv_heads"]) * model["head_dim"]
-    model["embed"] = round_to(rng.standard_normal((model["vocab_size"], hidden)), model["weight_dtype"])
+    model["embed"] = round_to(rng.standard_normal((model["vocab_size"], hidden)), dense)
     model["final_norm"] = vector(hidden)
     model["lm_head"] = None if model["tied_embeddings"] else matrix(model["vocab_size"], hidden)
     model["layers"] = [fields(
         attention_norm=vector(hidden), qkv=matrix(qkv_rows, hidden), ffn_norm=vector(hidden),
         attention_out=matrix(hidden, heads * model["head_dim"]) if heads else None,
         router=matrix(experts, hidden, dtype=F32) * 3, router_bias=vector(experts, model["router_bias"]),
-        gate=matrix(experts, ffn, hidden) if model["gated"] else None, up=matrix(experts, ffn, hidden),
-        down=matrix(experts, hidden, ffn), router_logit_bias=vector(experts, model["router_logit_bias"]),
+        gate=matrix(experts, ffn, hidden, dtype=expert) if model["gated"] else None,
+        up=matrix(experts, ffn, hidden, dtype=expert), down=matrix(experts, hidden, ffn, dtype=expert),
+        router_logit_bias=vector(experts, model["router_logit_bias"]),
         gate_bias=vector((experts, ffn), model["expert_bias"] and model["gated"]),
         up_bias=vector((experts, ffn), model["expert_bias"]),
         down_bias=vector((experts, hidden), model["expert_bias"])) for _ in range(model["num_layers"])]
@@ -324,7 +327,7 @@ def as_float64(model):
 
 def stored_tensors(model):
     """{name in the file: array as stored}: panels, bits, interleaved gate rows."""
-    dtype = model["weight_dtype"]
+    dtype, expert = (headers.format_of(kind, model) for kind in ("dense_t", "expert_t"))
     tensors = {}
     if model["num_heads"]:
         tensors["rope_frequencies"] = frequencies(model["rotary_dim"], model["rope_theta"])
@@ -341,6 +344,7 @@ def stored_tensors(model):
         if model["num_heads"]:
             matrices |= {"qkv": layer["qkv"], "attention_out": layer["attention_out"]}
             vectors |= {"attention_norm": layer["attention_norm"], "ffn_norm": layer["ffn_norm"]}
-        stored = {name: to_panels(to_bits(matrix, dtype)) for name, matrix in matrices.items()} | vectors
+        stored = {name: to_panels(to_bits(matrix, expert if "experts" in name else dtype))
+                  for name, matrix in matrices.items()} | vectors
         tensors |= {f"layers.{number}.{name}": array for name, array in stored.items() if array is not None}
     return tensors

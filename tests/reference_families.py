@@ -11,19 +11,22 @@ import numpy as np
 SOFTMAX, TOPK_SOFTMAX, SIGMOID, SPARSEMIXER = range(4)
 GQA, LATENT, MOA = range(3)
 NORM_LAYER, QK_HEAD, QK_ALL = 2, 1, 2
+ROPE_LONG, ROPE_DYNAMIC = 2, 3
 _erf = np.vectorize(math.erf, otypes=[float])
 
 
-def logits(h, weights, ids, dtype=np.float32):
-    """(tokens, vocab_size) of one sequence. weights: {name: array}."""
+def logits(h, weights, ids, dtype=np.float32, lengths=None):
+    """(tokens, vocab_size) of one sequence. weights: {name: array}. lengths: for each token, that of the sequence in
+    which it was computed; None: one prompt."""
     w = {name: array.astype(dtype) for name, array in weights.items()}
+    rotation = frequencies(h, weights, np.full(len(ids), len(ids)) if lengths is None else np.array(lengths))
     x = w["embed"][ids] * dtype(h["embedding_multiplier"])
     for index in range(h["num_layers"]):
         prefix = f"layers.{index}."
         layer = {name[len(prefix):]: array for name, array in w.items() if name.startswith(prefix)}
         normed = norm(h, x, layer["attention_norm"], layer.get("attention_norm_bias"), h["norm_eps"])
         window = h["window"] if index in h["window_layers"] else 0
-        x = x + attention_block(h, layer, normed, w["rope_frequencies"], window) * dtype(h["residual_multiplier"])
+        x = x + attention_block(h, layer, normed, rotation, window) * dtype(h["residual_multiplier"])
         normed = norm(h, x, layer["ffn_norm"], layer.get("ffn_norm_bias"), h["norm_eps"])
         x = x + ffn_block(h, layer, normed, index) * dtype(h["residual_multiplier"])
     x = norm(h, x, w["final_norm"], w.get("final_norm_bias"), h["final_norm_eps"])
@@ -44,12 +47,12 @@ def rms(x, weight, eps):
 
 # Attention
 
-def attention_block(h, layer, x, frequencies, window):
+def attention_block(h, layer, x, rotation, window):
     qkv = x @ layer["qkv"].T + layer.get("qkv_bias", x.dtype.type(0))
     q, k, v, routing = {GQA: split_gqa, LATENT: split_latent, MOA: split_moa}[h["attention_kind"]](h, layer, x, qkv)
     if h["clip_qkv"]:
         q, k, v = (np.clip(part, -h["clip_qkv"], h["clip_qkv"]) for part in (q, k, v))
-    q, k = (rope(part, frequencies, h["rope_attention_factor"]) for part in (q, k))
+    q, k = (rope(part, *rotation) for part in (q, k))
     out = attention(h, q, k, v, layer.get("sinks"), window)
     if h["attention_kind"] == MOA:
         ids, weights = routing
@@ -94,10 +97,24 @@ def split_moa(h, layer, x, qkv):
     return q.reshape(len(x), -1, h["head_dim"]), k, v, (ids, weights)
 
 
+def frequencies(h, weights, lengths):
+    """(each token's frequencies, float32 (tokens, rotary_dim / 2), the factor of their cosines and sines)."""
+    factor, original, dim = h["rope_attention_factor"], h["rope_original_positions"], h["rotary_dim"]
+    table = np.repeat(weights["rope_frequencies"][None], len(lengths), 0)
+    if h["rope_kind"] == ROPE_LONG and lengths.max() > original:
+        return np.repeat(weights["rope_long_frequencies"][None], len(lengths), 0), h["rope_long_attention_factor"]
+    for t, length in enumerate(lengths if h["rope_kind"] == ROPE_DYNAMIC else ()):
+        if length > original:
+            stretch = h["rope_dynamic_factor"] * length / original - (h["rope_dynamic_factor"] - 1)
+            base = h["rope_theta"] * stretch ** (dim / (dim - 2))
+            table[t] = [base ** (-i / dim) for i in range(0, dim, 2)]
+    return table, factor
+
+
 def rope(x, frequencies, factor):
     """Rotates pairs (i, i + rotary_dim / 2) of each head's first rotary_dim dimensions."""
-    half = len(frequencies)
-    angles = (np.arange(len(x), dtype=frequencies.dtype)[:, None] * frequencies)[:, None]
+    half = frequencies.shape[1]
+    angles = (np.arange(len(x), dtype=x.dtype)[:, None] * frequencies.astype(x.dtype))[:, None]
     cos, sin = np.cos(angles) * x.dtype.type(factor), np.sin(angles) * x.dtype.type(factor)
     a, b = x[..., :half], x[..., half:2 * half]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half:]], axis=-1)

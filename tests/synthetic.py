@@ -33,7 +33,7 @@ def write_model(path, shape=DENSE, seed=0, **changes):
             offset = -(-offset // constants["DATA_ALIGNMENT"]) * constants["DATA_ALIGNMENT"]
             data = _random(tensor, shape, generator)
             entry["name"], entry["rank"], entry["offset"] = tensor.name.encode(), len(tensor.shape), offset
-            entry["dtype"] = shape["weight_dtype"] if tensor.type == "weight_t" else constants["DTYPE_F32"]
+            entry["dtype"] = headers.format_of(tensor.type, shape)
             entry["bytes"], entry["crc32"] = data.nbytes, zlib.crc32(data)
             entry["shape"][:len(tensor.shape)] = tensor.shape
             file.seek(offset)
@@ -59,11 +59,11 @@ def _random(tensor, shape, generator):
     count = stored_elements(tensor, shape)
     if tensor.name == "rope_frequencies":
         return reference.frequencies(shape["rotary_dim"], shape["rope_theta"])
+    if tensor.name == "rope_long_frequencies":
+        return reference.frequencies(shape["rotary_dim"], shape["rope_theta"]) / generator.uniform(1, 8, count).astype("f")
     if len(tensor.shape) == 1:
         return 1 + generator.standard_normal(count, dtype=np.float32) / 4
     values = generator.standard_normal(count, dtype=np.float32) / np.float32(np.sqrt(tensor.shape[-1]))
-    if tensor.type == "float":
-        return values
     names = {code: name.upper() for name, code in headers.default().codes("DTYPE").items()}
-    stored = STORED[names[shape["weight_dtype"]]]
+    stored = STORED[names[headers.format_of(tensor.type, shape)]]
     return (values.view(np.uint32) >> 16).astype(np.uint16) if stored == np.uint16 else values.astype(stored)

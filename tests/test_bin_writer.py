@@ -96,7 +96,38 @@ def test_outputs_that_cannot_be(tmp_path):
     assert "No such file or directory" in refusal(tmp_path / "none" / "a.bin")
     assert "bytes free, expected" in refusal(tmp_path / "a.bin", 1 << 62)
     assert "Not a directory" in refusal(tmp_path / "there.bin" / "a.bin")
-    assert [path.name for path in tmp_path.iterdir()] == ["there.bin"]
+    (tmp_path / "link.bin").symlink_to(tmp_path / "none.bin")
+    for force in (False, True):
+        assert "not a regular file" in refusal(tmp_path / "link.bin", force=force)
+    assert {path.name for path in tmp_path.iterdir()} == {"there.bin", "link.bin"}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_another_conversion_has_made_meanwhile(tmp_path, monkeypatch, links):
+    """Only force replaces it, also where a file system has no hard links."""
+    if not links:
+        monkeypatch.setattr(bin_writer.os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))
+    path = tmp_path / "a.bin"
+    with (pytest.raises(ColibriError, match="a.bin: exists already; give --force"),
+          bin_writer.replacing(path, 4, False) as file):
+        file.write(b"mine")
+        path.write_bytes(b"others")
+    assert path.read_bytes() == b"others" and list(tmp_path.iterdir()) == [path]
+    with bin_writer.replacing(path, 4, True) as file:
+        file.write(b"mine")
+    assert path.read_bytes() == b"mine"
+    path.unlink()
+    with bin_writer.replacing(path, 4, False) as file:
+        file.write(b"mine")
+    assert path.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_that_cannot_be_synced(tmp_path, monkeypatch):
+    """The output is there: it is no error that its directory may only be written."""
+    monkeypatch.setattr(bin_writer.os, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    with bin_writer.replacing(tmp_path / "a.bin", 4, False) as file:
+        file.write(b"data")
+    assert (tmp_path / "a.bin").read_bytes() == b"data"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -109,10 +109,14 @@ def set_header(field, value):
     (set_header("num_layers", 0), "num_layers=0, expected at least 1"),
     (set_header("hidden", 0), "hidden=0, expected at least 1"),
     (set_header("hidden", 0xFFFFFFFF), "embed: shape="),
-    (set_header("k", 9), "k=9, expected 1 to 8 for num_experts=8"),
-    (set_header("k", 0), "k=0, expected 1 to 8"),
+    (set_header("k", 9), "k=9, expected 1 to 16, and at most num_experts=8"),
+    (set_header("k", 0), "k=0, expected 1 to 16, and at most num_experts=8"),
     (set_header("num_experts", 257), "num_experts=257, expected 1 to 256"),
     (set_header("weight_dtype", 3), r"weight_dtype=3, expected one of 0 \(f32\), 1 \(f16\), 2 \(bf16\)"),
+    (set_header("expert_dtype", 3), "layers.0.experts_up: dtype=F16, expected BF16"),
+    (set_header("dense_dtype", 1), "embed: dtype=F16, expected F32"),
+    (set_header("expert_dtype", 4), r"expert_dtype=4, expected 0 \(weight_dtype\), 1 \(f32\), 2 \(f16\) or 3 \(bf16\)"),
+    (set_header("compute_dtype", 1), r"compute_dtype=1, expected 0 \(weight_dtype\), 2 \(f16\) or 3 \(bf16\)"),
     (set_header("activation", 4), "activation=4"),
     (set_header("router_kind", 99), "router_kind=99"),
     (set_header("gated", 2), "gated=2, expected 0 or 1"),
@@ -125,6 +129,9 @@ def set_header(field, value):
     (set_header("norm_eps", float("nan")), "norm_eps=nan, expected a finite number"),
     (set_header("norm_eps", 0), "norm_eps=0.0, expected more than 0"),
     (set_header("rope_theta", 0), "rope_theta=0.0, expected more than 0"),
+    (set_header("rope_kind", 4), r"rope_kind=4, expected one of .*, 2 \(long\), 3 \(dynamic\)"),
+    (set_header("rope_kind", 3), "rope_original_positions=0, expected at least 1 with rope_kind=long or dynamic"),
+    (set_header("rope_long_attention_factor", float("inf")), "rope_long_attention_factor=inf, expected a finite"),
     (set_tensor("reserved", 1), "reserved=1, expected 0"),
     (set_header("interleave_rows", 32), "interleave_rows=32, expected 64"),
     (set_header("directory_offset", 1 << 62), "directory=bytes"),
@@ -141,6 +148,26 @@ def test_wrong_values_under_a_right_checksum(model, change, message):
     edit(model, change)
     with pytest.raises(ColibriError, match=message):
         Checkpoint(model)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"rope_kind": 2}, "rope_original_positions=0, expected at least 1 with rope_kind=long or dynamic"),
+    ({"rope_kind": 3, "rope_original_positions": 9}, "rope_dynamic_factor=0.0, expected at least 1 with rope_kind=dyn"),
+    ({"rope_kind": 3, "rope_original_positions": 9, "rope_dynamic_factor": 2.0, "rotary_dim": 2},
+     "rotary_dim=2, expected at least 4 with rope_kind=dynamic")])
+def test_what_frequencies_by_length_need(tmp_path, changes, message):
+    with pytest.raises(ColibriError, match=message):
+        Checkpoint(write_model(tmp_path / "model.bin", **changes))
+
+
+def test_longrope_has_a_second_vector(tmp_path):
+    path = write_model(tmp_path / "model.bin", rope_kind=2, rope_original_positions=9)
+    assert Checkpoint(path).tensors["rope_long_frequencies"].shape == (8,)
+    assert "rope_long_frequencies" not in Checkpoint(write_model(tmp_path / "model.bin")).tensors
+    edit(write_model(path), set_header("rope_kind", 2))
+    edit(path, set_header("rope_original_positions", 9))
+    with pytest.raises(ColibriError, match="rope_long_frequencies is missing, expected shape"):
+        Checkpoint(path)
 
 
 @pytest.mark.parametrize("field", ["num_kv_heads", "head_dim"])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, read_bin, tensor, text, write_pt, write_zip
 
+from colibri.checkpoint import Checkpoint
 from converter import __main__ as converter
 from converter import bin_writer, quantized
 from converter.pt_reader import read_checkpoint
@@ -104,6 +105,22 @@ def test_dtypes(tmp_path, source, option, code, dtype):
     rounded = {name: array if "router" in name else array.astype(dtype) for name, array in arrays.items()}
     check_gpt(result, rounded, 2, 3)
     assert header["weight_dtype"] == code
+
+
+@pytest.mark.parametrize("experts, dense, codes", [("<f4", "<f2", (0, 0, 2)), ("<f2", "<f4", (1, 0, 1)),
+                                                    ("<f4", "<f8", (0, 0, 0))])
+def test_experts_and_dense_matrices_keep_dtypes_of_their_own(tmp_path, experts, dense, codes):
+    arrays = {name: array.astype(experts if "experts" in name else dense) for name, array in mixtral_arrays().items()}
+    write_pt(tmp_path / "a.pt", arrays)
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_CONFIG))
+    header, result = convert(tmp_path / "a.pt", tmp_path / "a.bin")
+    arrays = {name: array.astype("<f4") if array.dtype == "f8" else array for name, array in arrays.items()}
+    assert tuple(header[name] for name in ("weight_dtype", "expert_dtype", "dense_dtype")) == codes
+    check_mixtral(result, arrays, 2, 3)
+    kept = Checkpoint(tmp_path / "a.bin").tensors
+    assert kept["layers.0.experts_up"].dtype == np.dtype(experts)
+    assert kept["embed"].dtype == np.dtype({"<f8": "<f4"}.get(dense, dense))
+    assert convert(tmp_path / "a.pt", tmp_path / "b.bin", "--dtype", "bf16")[0]["dense_dtype"] == 0
 
 
 def test_bf16(tmp_path):
@@ -402,7 +419,7 @@ def test_memory_stays_bounded(big_checkpoint, tmp_path):
     process.stderr.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_leave_nothing(big_checkpoint, tmp_path, number):
     process = start(big_checkpoint, tmp_path / "a.bin")
     while process.poll() is None and not list(tmp_path.iterdir()):

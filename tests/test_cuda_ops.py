@@ -43,8 +43,8 @@ SOURCES = ("x", "normed", "qkv", "q", "kv", "attention")
 class Pair:
     """One model on the host and on the GPU. Inputs go to both; an op's outputs are compared, starting from NaN."""
 
-    def __init__(self, path):
-        self.host, self.gpu = gpu_model.engines(path)
+    def __init__(self, path, **options):
+        self.host, self.gpu = gpu_model.engines(path, **options)
         self.header = self.host.checkpoint.header
         self.rng = np.random.default_rng()
         self.tolerance = TOLERANCE[self.header["weight_dtype"]]
@@ -135,7 +135,9 @@ def test_embed_and_norms(pair, rows):
     pair.begin(rows, tokens=pair.rng.integers(0, pair.header["vocab_size"], rows))
     pair.compare("embed", "x", rows, exact=True)
     pair.random("normed", 0)
-    pair.compare("norm", "normed", rows, layer=1)
+    pair.compare("attention_norm", "normed", rows, layer=1)
+    pair.random("normed", 0)
+    pair.compare("ffn_norm", "normed", rows, layer=1)
     pair.random("x", rows, scale=1e-3, mean=pair.rng.choice([0, 1e-3]))
     pair.begin(rows, logit_rows=pair.rng.permutation(rows))
     pair.random("normed", 0)
@@ -220,14 +222,14 @@ def test_nan_logit_is_a_fault(pair):
     pair.begin(5, sample=0)
 
 
-@pytest.mark.parametrize("op", ["norm", "qkv", "queries", "rope", "attention", "attention_out", "lm_head"])
+@pytest.mark.parametrize("op", ["ffn_norm", "qkv", "queries", "rope", "attention", "attention_out", "lm_head"])
 def test_rows_do_not_depend_on_their_batch(pair, op):
     """The same bits for a row by itself, in a batch, and launched for more rows than there are; beyond 64 rows products
     have kernels of their own."""
     kind = pair.header["attention_kind"]
     if (op == "queries" and kind != LATENT) or (op == "attention_out" and kind == MOA):
         pytest.skip("not in this model, or a product of experts")
-    out = {"norm": "normed", "queries": "kv", "rope": pair.q, "attention_out": "x", "lm_head": "logits"}.get(op, op)
+    out = {"ffn_norm": "normed", "queries": "kv", "rope": pair.q, "attention_out": "x", "lm_head": "logits"}.get(op, op)
     values = {name: pair.rng.standard_normal((512, pair.host.state(name).shape[1])).astype(np.float32)
               for name in SOURCES}
     places = pair.places(512)

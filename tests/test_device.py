@@ -227,6 +227,18 @@ def f32_model(tmp_path, monkeypatch):
     return write_model(tmp_path / "f32.bin", weight_dtype=0)
 
 
+@pytest.mark.parametrize("dtypes, got", [
+    ({"expert_dtype": 1}, "expert_dtype=f32, expected f16 or bf16 on a GPU"),
+    ({"dense_dtype": 1}, "dense_dtype=f32, expected f16 or bf16 on a GPU"),
+    ({"dense_dtype": 3}, "experts in f16 and dense matrices in bf16, expected one dtype on a GPU")])
+def test_dtypes_that_the_gpu_lacks_are_refused(use, tmp_path, dtypes, got):
+    use(Driver())
+    path = write_model(tmp_path / "mixed.bin", **dtypes)
+    with pytest.raises(ColibriError) as error:
+        engine.Engine(path, backend="cuda")
+    assert str(error.value) == f"{path}: {got}; convert the model with --dtype bf16, or run it with --backend host"
+
+
 @pytest.mark.parametrize("driver", [Driver(), Driver(cuInit=fails(RuntimeError()))], ids=["a GPU", "no driver"])
 def test_f32_weights_are_refused_before_a_library_is_built(use, monkeypatch, tmp_path, driver):
     use(driver)

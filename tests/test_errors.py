@@ -109,12 +109,12 @@ other k: --model moe.bin --k 4 --prompt hello
 k too large: --model moe.bin --k 33 --prompt hello
     --k: 33, expected 2 as in moe.bin; the model decides, leave the option out
 sequence too long: --model moe.bin --seq-len 513
-    --seq-len: 513, expected at most 512, max_positions of moe.bin; use fewer
+    --seq-len: 513, expected at most 512, the model's own positions (max_positions of moe.bin); use fewer
 sequence too long for the library: --model long.bin --seq-len 513
-    --seq-len: 513, expected at most 512, MAX_SEQ_LEN of the library; use fewer, or raise it with
+    --seq-len: 513, expected at most 512, MAX_SEQ_LEN of the library (the model has 2048 positions); use fewer, or raise it with
     DEFINES=-DMAX_SEQ_LEN=513 in the environment
 sequence too long for both: --model long.bin --seq-len 5000
-    --seq-len: 5000, expected at most 512, MAX_SEQ_LEN of the library; use fewer, or raise it with
+    --seq-len: 5000, expected at most 512, MAX_SEQ_LEN of the library (the model has 2048 positions); use fewer, or raise it with
     DEFINES=-DMAX_SEQ_LEN=2048 in the environment
 batch too large: --model moe.bin --batch-size 33
     --batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or raise it with
@@ -122,12 +122,16 @@ batch too large: --model moe.bin --batch-size 33
 more new than all: --model moe.bin --seq-len 8 --max-new-tokens 8
     --max-new-tokens: 8, expected fewer than --seq-len 8, which counts them; lower it
 long prompt: --model moe.bin --prompt @600.txt
-    --prompt: 600 bytes, expected at most 512, max_positions of moe.bin; use fewer
+    --prompt: 600 bytes, expected at most 512, the model's own positions (max_positions of moe.bin); use fewer
 long prompt for the library: --model long.bin --prompt @600.txt
-    --prompt: 600 bytes, expected at most 512, MAX_SEQ_LEN of the library; use fewer, or raise it with
+    --prompt: 600 bytes, expected at most 512, MAX_SEQ_LEN of the library (the model has 2048 positions); use fewer, or raise it with
     DEFINES=-DMAX_SEQ_LEN=600 in the environment
 too many new: --model moe.bin --prompt @500.txt --max-new-tokens 14
-    --max-new-tokens: 14, expected at most 13 after a prompt of 500 bytes in a context of 512; lower it
+    --max-new-tokens: 14, expected at most 13 after a prompt of 500 bytes in a context of 512, the
+    model's own positions (max_positions of moe.bin); use fewer
+too many new for the library: --model long.bin --prompt @500.txt --max-new-tokens 14
+    --max-new-tokens: 14, expected at most 13 after a prompt of 500 bytes in a context of 512, MAX_SEQ_LEN of the library
+    (the model has 2048 positions); use fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment
 empty prompt: --model moe.bin --prompt ''
     --prompt: 0 bytes, expected at least 1; the model needs something to continue
 no prompt file: --model moe.bin --prompt @none.txt
@@ -317,7 +321,8 @@ def test_library_of_another_model(place, moe_32):
 
 def test_wrong_defines(place):
     """Before anything is built with them."""
-    for defines, line in (("-DK=4", "-DK=4, expected 2 as in moe.bin; the model decides, leave it out"),
+    for defines, line in (("-DEXPERTS_PER_TOKEN=4",
+                           "-DEXPERTS_PER_TOKEN=4, expected 2 as in moe.bin; the model decides, leave it out"),
                           ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
                           ("-DMAX_BATHC=64",
                            f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it"),
@@ -341,7 +346,7 @@ def test_a_limit_of_the_build_says_so():
     form, unknown = "expected -DNAME=VALUE; leave it out", f"expected -DNAME=VALUE with a NAME of {NAMES}; correct it"
     number = "expected a number of 1 to 99999999, in digits without a 0 before them; correct it"
     archs = "expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
-    for arguments, line in ((["DEFINES=-DHIDDEN=0"], "native/config.h: expected HIDDEN >= 1 && FFN >= 1"),
+    for arguments, line in ((["DEFINES=-DHIDDEN=0"], "native/config.h: expected hidden >= 1"),
                             *(([f"ARCH={arch}"], f"*** ARCH={arch}: {archs}.  Stop.\n")
                               for arch in ("sm_70", "", "sm_90 ", "host sm_90")),
                             *(([f"DEFINES=-DMAX_SEQ_LEN=100 {wrong}"], f"*** DEFINES: {wrong}, {rule}.  Stop.\n")
@@ -451,3 +456,50 @@ def test_full_stdout(place):
                              env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert run.returncode == 2
     assert run.stderr == b"stdout: No space left on device, expected to write the results there; free some space\n"
+
+
+PATCHED = """
+import errno, os, sys
+from PACKAGE import MODULE as patched
+def fail(*arguments):
+    raise OSError(errno.EIO, os.strerror(errno.EIO)ARGUMENT)
+patched.NAME = fail
+from colibri import run
+from converter import __main__ as converter
+sys.exit(COMMAND)
+"""
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("package, module, name, command, options, where, rule", [
+    ("colibri", "report", "process_age", "run.command()", ["--model", "moe.bin", *PROMPT], r"colibri/run.py:\d+",
+     r"the system to allow it; check permissions, space and limits \(ulimit -a\)"),
+    ("converter", "inputs", "is_input", "converter.main()", ["models/moe-32.pt", "moe.bin", "--force"],
+     r"converter/__main__.py:\d+", r"the system to allow it; check permissions, space and limits \(ulimit -a\)")])
+def test_an_error_of_the_system_is_not_one_of_stdout(place, named, package, module, name, command, options, where, rule):
+    script = PATCHED
+    for what, value in (("PACKAGE", package), ("MODULE", module), ("NAME", name), ("COMMAND", command),
+                        ("ARGUMENT", ", 'some/file'" if named else "")):
+        script = script.replace(what, value)
+    options = [str(ROOT / option) if option.startswith("models/") else option for option in options]
+    run = subprocess.run([sys.executable, "-c", script, *options], cwd=place, check=False, capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (run.returncode, run.stdout) == (2, "")
+    if named:
+        where, rule = "some/file", ".*"
+    assert re.fullmatch(f"{where}: Input/output error, expected {rule}\n", run.stderr), run.stderr
+
+
+def test_too_few_open_files_for_a_service(place):
+    """Its loop has none left."""
+    script = ("import asyncio, errno, os, sys\nfrom colibri import run\n"
+              "def fail():\n    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))\n"
+              "asyncio.events.new_event_loop = fail\nsys.exit(run.command())")
+    command = [sys.executable, "-c", script, "--backend", "host", "--model", "moe.bin", "--serve", "unix:socket"]
+    for options, form in (((), "{}"), (("--log-format", "json"), r'.*"event": "fault", "error": "{}"\}')):
+        run = subprocess.run([*command, *options], cwd=place, check=False, capture_output=True, text=True, timeout=60,
+                             stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert (run.returncode, run.stdout) == (2, "")
+        assert re.fullmatch(form.replace("{}", r"colibri/serve.py:\d+: Too many open files, expected the system to allow "
+                                               r"it; check permissions, space and limits \(ulimit -a\)") + "\n",
+                            run.stderr), run.stderr

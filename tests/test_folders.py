@@ -1,13 +1,14 @@
 """converter/folders.py: which weights of a folder are read, and what is no model."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, write_pt
 from test_converter import convert
 from test_converter import refusal as refusal_after
-from test_inputs import CHOICES, inspected, write_safetensors
+from test_inputs import CHOICES, deepspeed, inspected, write_safetensors
 
 OLD, NEW = mixtral_arrays(seed=1), mixtral_arrays(seed=2)
 FORMATS = {"safetensors": ("model", ".safetensors", write_safetensors), "bin": ("pytorch_model", ".bin", write_pt)}
@@ -330,3 +331,71 @@ def test_an_adapter_beside_a_model_is_two_readings(capsys, tmp_path, format):
     write_whole(folder, format, NEW)
     (folder / "adapter_config.json").write_text("{}")
     assert "a LoRA or other PEFT adapter (adapter_config.json)" in refusal(capsys, folder, tmp_path / "a.bin")
+
+
+# Folders with more in them
+
+def trainer(tmp_path):
+    """A Trainer's folder: a model, and the state of its optimizer as DeepSpeed saves it."""
+    folder = folder_of(tmp_path / "model")
+    write_whole(folder, FORMATS["safetensors"], NEW)
+    (folder / "latest").write_text("global_step7")
+    (folder / "global_step7").mkdir()
+    write_pt(folder / "global_step7" / "mp_rank_00_model_states.pt", OLD, wrap=["module"])
+    return folder
+
+
+def test_weights_beside_the_state_of_an_optimizer(tmp_path):
+    folder = trainer(tmp_path)
+    convert(folder, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == bin_of(tmp_path, NEW)
+    shutil.rmtree(folder / "global_step7")  # what `latest` names is often removed
+    convert(folder, tmp_path / "a.bin", "--force")
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "plain.bin").read_bytes()
+
+
+def test_weights_beside_the_experts_of_deepspeed(capsys, tmp_path):
+    deepspeed(tmp_path / "model")
+    write_whole(tmp_path / "model", FORMATS["safetensors"], gpt_arrays())
+    assert ("model: model.safetensors and the experts of a DeepSpeed-MoE checkpoint: two sets of weights" in
+            refusal(capsys, tmp_path / "model", tmp_path / "a.bin", *CHOICES))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    write_index(tmp_path / "model", FORMATS["safetensors"], {"a": "model-00001-of-00001.safetensors"})
+    assert convert(tmp_path / "model", tmp_path / "a.bin", *CHOICES)[0]["ffn"] == 6  # an index without its shards
+
+
+def test_an_index_is_not_its_own_config(tmp_path):
+    folder, format = folder_of(tmp_path / "model"), FORMATS["safetensors"]
+    write_index(folder, format, write_shards(folder, format, NEW))
+    convert(folder / "model.safetensors.index.json", tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == bin_of(tmp_path, NEW)
+
+
+@pytest.mark.parametrize("content", [b"", b" ", b'{"version": "1.0", "model": {"vo', b"[]", b"version https://git-lfs",
+                                     b"\xef\xbb\xbf{}", b"\0\1\2"])
+def test_tokenizers_that_are_none(capsys, tmp_path, content):
+    folder = folder_of(tmp_path / "model")
+    write_whole(folder, FORMATS["safetensors"], NEW)
+    (folder / "tokenizer.json").write_bytes(content)
+    assert (f"tokenizer.json: {len(content)} bytes that are no tokenizer.json, expected a JSON object with" in
+            refusal(capsys, folder, tmp_path / "a.bin"))
+
+
+@pytest.mark.parametrize("name, cause", [("tokenizer.json", "not a regular file, nor a link to one"),
+                                         ("generation_config.json", "No such file or directory"),
+                                         ("config.json", "No such file or directory")])
+def test_links_to_nothing(capsys, tmp_path, name, cause):
+    """As a cache leaves them whose files were removed."""
+    folder = folder_of(tmp_path / "model")
+    write_whole(folder, FORMATS["safetensors"], NEW)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("nothing")
+    assert f"{name}: {cause}" in refusal(capsys, folder, tmp_path / "a.bin")
+
+
+def test_a_warning_is_one_line(capsys, tmp_path):
+    folder, format = folder_of(tmp_path / "model"), FORMATS["safetensors"]
+    write_whole(folder, format, NEW)
+    write_index(folder, format, {"a": "two\nlines.safetensors"})
+    convert(folder, tmp_path / "a.bin")
+    assert capsys.readouterr().err.endswith("model.safetensors.index.json lacks two lines.safetensors\n")

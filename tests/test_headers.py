@@ -11,7 +11,8 @@ import pytest
 from colibri import headers
 from colibri.headers import NATIVE, Headers, evaluate
 
-CONFIG = {"num_experts": 7, "k": 3, "num_heads": 0, "vocab_size": 0, "max_batch": 48, "max_seq_len": 40}
+CONFIG = {"num_experts": 7, "k": 3, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "vocab_size": 0,
+          "max_batch": 48, "max_seq_len": 40}
 LONG = {"max_seq_len": 5000, "num_kv_heads": 2, "window_piece": 200}
 
 
@@ -28,9 +29,9 @@ def compiled(config, directory):
                   "long cache_positions = cache_sizes(&header, num_layers).cache_positions;\n"
                   "STATE_BUFFERS(ROW)")
     source = directory / "sizes.c"
-    source.write_text('#include <stdio.h>\n#include <stddef.h>\n#include "colibri.h"\n#include "model.h"\n'
+    source.write_text('#include <stdio.h>\n#include <stddef.h>\n#include "colibri.h"\n#include "cache.h"\n'
                       'int main(void) {\nprintf("{");' + "\n".join(prints) + 'printf("\\"end\\": 0}");}\n')
-    defines = [f"-D{name.upper()}={value}" for name, value in config.items()]
+    defines = [f"-D{reader.macros[name]}={value}" for name, value in config.items()]
     subprocess.run(["gcc", "-I", NATIVE, *defines, source, "-o", directory / "sizes"], check=True)
     return json.loads(subprocess.run([directory / "sizes"], check=True, capture_output=True, text=True).stdout)
 
@@ -70,13 +71,13 @@ def test_tensors_of_a_transformer():
                    num_experts=5, gated=1, tied_embeddings=1, router_bias=1)
     tensors = {tensor.name: (tensor.type, tensor.shape) for tensor in headers.default().tensors(model)}
     assert "lm_head" not in tensors
-    assert tensors["embed"] == ("weight_t", (11, 10))
-    assert tensors["layers.1.qkv"] == ("weight_t", (24, 10))
-    assert tensors["layers.1.attention_out"] == ("weight_t", (10, 12))
+    assert tensors["embed"] == ("dense_t", (11, 10))
+    assert tensors["layers.1.qkv"] == ("dense_t", (24, 10))
+    assert tensors["layers.1.attention_out"] == ("dense_t", (10, 12))
     assert tensors["layers.0.router"] == ("float", (5, 10))
     assert tensors["layers.0.router_bias"] == ("float", (5,))
-    assert tensors["layers.0.experts_up"] == ("weight_t", (5, 12, 10))
-    assert tensors["layers.0.experts_down"] == ("weight_t", (5, 10, 6))
+    assert tensors["layers.0.experts_up"] == ("expert_t", (5, 12, 10))
+    assert tensors["layers.0.experts_down"] == ("expert_t", (5, 10, 6))
     assert len(tensors) == 2 + 2 * 8
 
 
@@ -121,8 +122,67 @@ def test_codes_and_functions():
     assert reader.structs["Layer"]["experts_up"] == np.dtype("<u8")
 
 
+LATENT = {"attention_kind": 1, "num_kv_heads": 8, "kv_lora_rank": 7, "rotary_dim": 8, "v_head_dim": 12}
+MOA = {"attention_kind": 2, "num_heads": 6, "num_kv_heads": 3}
+BROKEN = [  # of config.h's defaults: 32 experts, k=2, 8 heads of 16, 4 kv heads
+    ({"num_experts": 257}, "num_experts", "1 to 256"), ({"num_experts": 0}, "num_experts", "1 to 256"),
+    ({"k": 33}, "k", "1 to 16, and at most num_experts=32"), ({"num_experts": 1}, "k", "1 to 16, and at most num_exp"),
+    ({"k": 3, "router_kind": 3}, "k", "2 with router_kind=sparsemixer"),
+    ({"num_groups": 0}, "num_groups", "a divisor of num_experts=32"), ({"num_groups": 5}, "num_groups", "a divisor"),
+    ({"topk_groups": 2}, "topk_groups", "1 to num_groups=1"), ({"topk_groups": 0}, "topk_groups", "1 to num_groups=1"),
+    ({"num_groups": 32}, "topk_groups", "enough groups to hold k=2 experts"),
+    ({"hidden": 0}, "hidden", "at least 1"), ({"ffn": 0}, "ffn", "at least 1"),
+    ({"vocab_size": 0}, "vocab_size", "0 for a bare stack of MoE layers (num_heads=0) and at least 1 otherwise"),
+    ({"num_heads": 0, "vocab_size": 0}, "num_kv_heads", "0 for num_heads=0"),
+    ({"num_heads": 0, "vocab_size": 0, "num_kv_heads": 0}, "head_dim", "0 for num_heads=0"),
+    ({"num_kv_heads": 0}, "num_kv_heads", "a divisor of num_heads=8"),
+    ({"num_kv_heads": 3}, "num_kv_heads", "a divisor of num_heads=8"),
+    ({"head_dim": 15}, "head_dim", "an even number from 2 to 512"), ({"head_dim": 514}, "head_dim", "an even number"),
+    ({"rotary_dim": 18}, "rotary_dim", "an even number up to head_dim=16"),
+    ({"rotary_dim": 7}, "rotary_dim", "an even"),
+    ({"rope_kind": 3, "rotary_dim": 2}, "rotary_dim", "at least 4 with rope_kind=dynamic"),
+    ({**LATENT, "rotary_dim": 16}, "rotary_dim", "below head_dim=16 with a latent"),
+    ({"v_head_dim": 12}, "v_head_dim", "head_dim=16"), ({**LATENT, "v_head_dim": 0}, "v_head_dim", "1 to 512"),
+    ({**LATENT, "kv_lora_rank": 0}, "kv_lora_rank", "at least 1 with a latent, else 0"),
+    ({"kv_lora_rank": 3}, "kv_lora_rank", "at least 1 with a latent, else 0"),
+    ({"q_lora_rank": 3}, "q_lora_rank", "0 without a latent"),
+    ({**LATENT, "num_kv_heads": 4}, "num_kv_heads", "num_heads=8 with a latent"),
+    ({**MOA, "num_heads": 3}, "num_heads", "k * num_kv_heads, with k=2 and num_kv_heads=3, with experts of attention"),
+    ({"expert_dtype": 4}, "expert_dtype", "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)"),
+    ({"dense_dtype": 4}, "dense_dtype", "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)"),
+    ({"compute_dtype": 1}, "compute_dtype", "0 (weight_dtype), 2 (f16) or 3 (bf16)"),
+    ({"dense_ffn": 8, "gated": 0}, "gated", "1 with dense_ffn or shared_ffn"),
+    ({"shared_ffn": 8, "gated": 0}, "gated", "1 with dense_ffn or shared_ffn"),
+    ({}, None, None), (LATENT, None, None), ({**LATENT, "q_lora_rank": 3}, None, None), (MOA, None, None),
+    ({"num_heads": 0, "vocab_size": 0, "num_kv_heads": 0, "head_dim": 0}, None, None)]
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+@pytest.mark.parametrize("config, field, words", BROKEN)
+def test_python_and_the_compiler_refuse_the_same_models(config, field, words):
+    reader = Headers(config)
+    fields = {name: reader.constants[macro] for name, macro in reader.macros.items()}
+    broken = reader.broken_rule(fields)
+    assert broken is None if field is None else broken[0] == field and broken[1].startswith(words)
+    defines = [f"-D{reader.macros[name]}={value}" for name, value in config.items()]
+    compiled = subprocess.run(["gcc", "-fsyntax-only", *defines, NATIVE / "config.h"], capture_output=True, text=True,
+                              check=False)
+    assert (compiled.returncode == 0) == (field is None)
+    refused = compiled.stderr.partition("native/config.h: expected ")[2].partition("; correct DEFINES")[0]
+    assert field is None or (field in refused and " " in refused)
+
+
+def test_every_rule_is_broken_by_one_of_these():
+    broken = {(field, words) for config, field, words in BROKEN}
+    for row in headers.default().tables["MODEL_RULES"]:
+        field, words = row.split(",")[0], row.split('"')[1].partition("{")[0]
+        assert any(field == each and text.startswith(words[:len(text)]) for each, text in broken - {(None, None)}), row
+
+
 def test_evaluate_is_arithmetic_only():
     assert evaluate("(a > 2 ? a : 2) * 3", {"a": 5}) == 15
     assert evaluate("7 / 2 - (1 == 1)", {}) == 2
+    assert evaluate("a != 0 && 7 % a == 1", {"a": 0}) == 0 and evaluate("a == 0 || 7 % a == 1", {"a": 0}) == 1
+    assert evaluate("a != 0 && 7 % a == 1", {"a": 3}) == 1 and evaluate("a <= 2 || a >= 4", {"a": 3}) == 0
     with pytest.raises(SyntaxError):
         evaluate("__import__('os')", {})

@@ -26,14 +26,15 @@ from reference import (
     fields,
 )
 
+from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import NATIVE
 from colibri.native import Library
 
 ROOT = NATIVE.parent
 BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "weight_dtype",
-         "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups",
-         "expert_bias")
+         "expert_dtype", "dense_dtype", "activation", "gated", "router_kind", "router_bias", "renormalize",
+         "num_groups", "topk_groups", "expert_bias")
 # A variant of the library is a compilation, so each covers several of the things to cover.
 VARIANTS = {
     "two-matrix f32 gelu": fields(num_experts=1, k=1, hidden=7, ffn=9, weight_dtype=F32, activation=GELU, gated=0),
@@ -55,7 +56,7 @@ TRANSFORMER = fields(num_layers=2, num_experts=6, k=2, hidden=72, ffn=40, num_he
 @functools.cache
 def library(max_seq_len=512, extra="", **config):
     """The library with this configuration baked in, built if it is not yet."""
-    defines = [f"-D{name.upper()}={config[name]}" for name in BAKED if name in config]
+    defines = [f"-D{headers.default().macros[name]}={config[name]}" for name in BAKED if name in config]
     text = " ".join([*defines, f"-DMAX_SEQ_LEN={max_seq_len}", *extra.split()])
     command = ["make", "-s", "-j2", f"CONFIG={text}"]
     made = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
@@ -76,10 +77,10 @@ def before_a_guard_page(array):
 class HostModel:
     """A reference model in the library's memory; `state` and `batch` are NumPy views of what C works on."""
 
-    def __init__(self, model, num_slots=2, num_threads=2, max_seq_len=512):
+    def __init__(self, model, num_slots=2, num_threads=2, max_seq_len=512, extra=""):
         bare = {} if model["num_heads"] else fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
         config = {name: model[name] for name in BAKED} | bare
-        self.library = library(max_seq_len=max_seq_len, **config)
+        self.library = library(max_seq_len=max_seq_len, extra=extra, **config)
         structs = self.library.headers.structs
         tensors = {name: before_a_guard_page(array) for name, array in reference.stored_tensors(model).items()}
         header = np.zeros(1, structs["BinHeader"])
@@ -105,6 +106,7 @@ class HostModel:
             view = memory[start:start + size].view(buffer.dtype)
             self.state[buffer.name] = view.reshape(buffer.rows, buffer.columns)
             start += -(-size // 4096) * 4096
+        self.state["place"][:] = np.arange(model["num_experts"])
 
     def begin(self, num_tokens, **values):
         self.batch["num_tokens"] = num_tokens
@@ -296,15 +298,17 @@ def test_minus_infinity_is_allowed_while_k_are_finite():
 
 
 @functools.cache
-def transformer(weight_dtype=F16, tied=0):
+def transformer(weight_dtype=F16, tied=0, **dtypes):
     model = reference.random_model(np.random.default_rng(9), weight_dtype=weight_dtype, tied_embeddings=tied,
-                                   **TRANSFORMER)
+                                   **dtypes, **TRANSFORMER)
     return model, HostModel(model, num_slots=3)
 
 
-@pytest.mark.parametrize("weight_dtype, tied", [(F16, 0), (BF16, 1), (F32, 0)])
-def test_forward_in_pieces_and_mixed_batches(weight_dtype, tied):
-    model, host = transformer(weight_dtype, tied)
+@pytest.mark.parametrize("weight_dtype, tied, dtypes", [
+    (F16, 0, {}), (BF16, 1, {}), (F32, 0, {}), (BF16, 0, {"expert_dtype": F16 + 1}), (F16, 1, {"dense_dtype": F32 + 1}),
+    (F32, 0, {"expert_dtype": BF16 + 1, "dense_dtype": F16 + 1})])
+def test_forward_in_pieces_and_mixed_batches(weight_dtype, tied, dtypes):
+    model, host = transformer(weight_dtype, tied, **dtypes)
     wide, cache = reference.as_float64(model), {}
     rng = np.random.default_rng(4)
     steps = [[(0, p) for p in range(70)], [(1, p) for p in range(3)], [(0, 70), (1, 3), (2, 0)],
@@ -324,9 +328,10 @@ def test_each_op_of_the_transformer():
     host.begin(5, tokens=tokens, positions=positions, slots=[0, 1, 2, 2, 1], num_logits=2, logit_rows=[4, 1])
     host.run("embed", 5)
     assert np.array_equal(host.state["x"][:5], model["embed"][tokens])
-    host.run("norm", 5, 1)
-    normed = reference.rms_norm(model["embed"][tokens].astype(np.float64), layer["ffn_norm"], 1e-5)
-    assert np.allclose(host.state["normed"][:5], normed, rtol=1e-5, atol=1e-7)
+    for norm in ("attention_norm", "ffn_norm"):
+        host.run(norm, 5, 1)
+        normed = reference.rms_norm(model["embed"][tokens].astype(np.float64), layer[norm], 1e-5)
+        assert np.allclose(host.state["normed"][:5], normed, rtol=1e-5, atol=1e-7)
     host.run("qkv", 5, 1)
     assert relative_error(host.state["qkv"][:5], normed @ layer["qkv"].T) < 1e-6
     before = host.state["qkv"][:5].reshape(5, 10, 10).astype(np.float64)

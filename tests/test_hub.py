@@ -168,8 +168,8 @@ def test_an_adapter_and_files_of_other_programs(capsys, tmp_path, remote):
     (remote.folder / "model.Q4.gguf").write_bytes(b"GGUF")
     remote.local.mkdir()
     assert refusal(capsys, "org/name", tmp_path / "a.bin") == (
-        "org/name: no model*.safetensors and no pytorch_model*.bin there, expected one of them; name the model itself "
-        "where this holds GGUF or ONNX files\n")
+        "org/name: no model*.safetensors and no pytorch_model*.bin there, or not in the Hub's cache where the Hub is not "
+        "reached, expected one of them; download them, or name the model itself where this holds GGUF or ONNX files\n")
     (remote.folder / "adapter_config.json").write_text("{}")
     write_safetensors(remote.folder / "adapter_model.safetensors", {"lora_A": np.ones((2, 3), "f2")})
     assert "a LoRA or other PEFT adapter" in refusal(capsys, "org/name", tmp_path / "a.bin")

@@ -154,6 +154,10 @@ def test_deepspeed_bias_that_is_not_added(capsys, tmp_path):
                               step / "layer_0_expert_3_mp_rank_00_model_states.pt"), "extra expert"),
     (lambda step: shutil.copy(step / "layer_0_expert_0_mp_rank_00_model_states.pt",
                               step / "layer_1_expert_0_mp_rank_00_model_states.pt"), "belongs to another layer"),
+    (lambda step: shutil.copy(step / "layer_0_expert_2_mp_rank_00_model_states.pt",
+                              step / "layer_0_expert_1_mp_rank_00_model_states.pt"), "expert 2 by the names in it"),
+    (lambda step: shutil.copy(step / "layer_0_expert_2_mp_rank_00_model_states.pt",
+                              step / "layer_0_expert_02_mp_rank_00_model_states.pt"), "the same expert twice"),
     (lambda step: [file.unlink() for file in step.iterdir()], "no mp_rank_00_model_states.pt, expected one in a Deep"),
     (lambda step: (step.parent / "latest").write_text("../elsewhere"), "'../elsewhere', expected the name of a folder"),
 ])
@@ -161,6 +165,15 @@ def test_deepspeed_folders_that_cannot_be(capsys, tmp_path, change, cause):
     deepspeed(tmp_path / "ds")
     change(tmp_path / "ds" / "global_step7")
     assert cause in refusal(capsys, tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
+
+
+def test_an_expert_in_the_place_of_another_of_its_rank(capsys, tmp_path):
+    deepspeed(tmp_path / "ds", experts=6, local=3)
+    step = tmp_path / "ds" / "global_step7"
+    shutil.copy(step / "layer_1_expert_5_mp_rank_00_model_states.pt",
+                step / "layer_1_expert_3_mp_rank_00_model_states.pt")
+    assert "layer_1_expert_3_mp_rank_00_model_states.pt: expert 2 by the names in it, expected 3" in refusal(
+        capsys, tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
 
 
 # Megatron and fairseq

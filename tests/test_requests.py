@@ -90,11 +90,12 @@ BAD = [
     (b'"deadline_ms": 1' + b"0" * 40,
      "deadline_ms: a number of more than 64 bits, expected an integer, 1 to 1099511627776"),
 ]
+OWN = "the model's own positions (max_positions of MODEL); use fewer"
 TOO_LONG = [
     (b'"max_new_tokens": 513', ("max_new_tokens: 513, expected at most 512 after a prompt of 1 token in a context of "
-                               "512; lower it")),
+                               f"512, {OWN}")),
     (b'"max_new_tokens": 1' + b"0" * 400, ("max_new_tokens: a number of more than 64 bits, expected at most 512 after "
-                                          "a prompt of 1 token in a context of 512; lower it")),
+                                          f"a prompt of 1 token in a context of 512, {OWN}")),
 ]
 CANCEL = [
     (b'{"cancel": 1, "id": 2}', '"id": unknown field, expected one of cancel'),
@@ -113,7 +114,15 @@ def whole(line):
 
 def read(reader, line):
     values = parse(whole(line))
-    return cancelled_id(values) or reader.request(values)
+    return cancelled_id(values) or made(reader, values)
+
+
+def made(reader, values):
+    """A request with its prompt in tokens."""
+    request = reader.request(values)
+    if request.encode:
+        request.prompt, request.max_new_tokens = request.encode()
+    return request
 
 
 @pytest.mark.parametrize("line, message", BAD + CANCEL, ids=[str(line[:40]) for line, _ in BAD + CANCEL])
@@ -128,16 +137,17 @@ def test_catalogue(reader, line, message):
 def test_more_than_the_context_holds(reader, line, message):
     with pytest.raises(Refused) as refused:
         read(reader, line)
+    message = message.replace("MODEL", str(reader._checkpoint.path))
     assert (str(refused.value), refused.value.code, refused.value.id) == (message, "too_long", 1)
 
 
 def test_a_prompt_longer_than_the_context(reader, engine):
     for fields, unit in (({"prompt": "x" * 600}, "bytes"), ({"prompt_ids": [1] * 600}, "tokens")):
         with pytest.raises(Refused) as refused:
-            reader.request({"id": "a", **fields})
+            made(reader, {"id": "a", **fields})
         assert (str(refused.value), refused.value.code, refused.value.id) == (
-            (f"{next(iter(fields))}: 600 {unit}, expected at most 512, max_positions of {engine.checkpoint.path}; "
-             "use fewer"),
+            (f"{next(iter(fields))}: 600 {unit}, expected at most 512, "
+             f"{OWN}".replace("MODEL", str(engine.checkpoint.path))),
             "too_long", "a")
 
 
@@ -181,7 +191,7 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
     name = "expected the name of an .npy file"
     with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host") as engine:
         reader = Reader(engine)
-        request = reader.request({"id": 1, "input": "x.npy", "output": "y.npy"})
+        request = made(reader, {"id": 1, "input": "x.npy", "output": "y.npy"})
         assert len(request.rows) == 3 and request.prompt == []
         for fields, message in (
                 ({"input": "x.npy"}, f"output: missing, {name}"),
@@ -228,4 +238,4 @@ def test_text_for_a_model_of_words(tmp_path):
     with Engine(write_model(tmp_path / "words.bin", vocab_size=500), backend="host") as engine:
         with pytest.raises(Refused, match="words.bin: vocab_size=500 and no tokenizer, expected 256 for --prompt"):
             Reader(engine).request({"id": 1, "prompt": "x"})
-        assert Reader(engine).request({"id": 1, "prompt_ids": [499]}).prompt == [499]
+        assert made(Reader(engine), {"id": 1, "prompt_ids": [499]}).prompt == [499]

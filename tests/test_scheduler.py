@@ -53,6 +53,11 @@ def request(prompt, max_new_tokens, **fields):
     return Request(fields.pop("id", prompt[:3]), prompt=list(prompt), max_new_tokens=max_new_tokens, **fields)
 
 
+def submit(scheduler, item):
+    scheduler.reserve(item.id)
+    scheduler.enter(item)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Time of any machine: 0.1 ms pass from one look at the clock to the next, and what is slept."""
@@ -90,7 +95,7 @@ def test_the_same_tokens_alone_and_in_company(small, scheduler):
     waiting = requests[::-1]
     while not all(request.finish for request in requests):
         while waiting and scheduler.num_unfinished < 7:
-            scheduler.submit(waiting.pop())
+            submit(scheduler, waiting.pop())
         turn(scheduler)
     assert [request.tokens for request in requests] == expected
     assert [request.finish for request in requests] == ["length"] * 24
@@ -99,10 +104,10 @@ def test_the_same_tokens_alone_and_in_company(small, scheduler):
 
 def test_requests_join_and_leave_between_steps(scheduler):
     first, second = request(b"abc", 8), request(b"defg", 3)
-    scheduler.submit(first)
+    submit(scheduler, first)
     turn(scheduler, 3)
     assert scheduler.calls == [[(0, 3)], [(0, 1)], [(0, 1)]]  # its prompt, then a token each turn
-    scheduler.submit(second)
+    submit(scheduler, second)
     turn(scheduler, 3)
     assert scheduler.calls[3:] == [[(0, 1)], [(1, 4)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]]
     assert second.finish == "length" and len(second.tokens) == 3
@@ -114,10 +119,10 @@ def test_requests_join_and_leave_between_steps(scheduler):
 
 def test_a_long_prompt_in_chunks_between_the_steps_of_others(scheduler):
     running, long = request(b"abc", 20), request(bytes(100), 2)
-    scheduler.submit(running)
+    submit(scheduler, running)
     turn(scheduler, 2)
     del scheduler.calls[:]
-    scheduler.submit(long)
+    submit(scheduler, long)
     turn(scheduler, 5)
     assert scheduler.calls == [[(0, 1)], [(1, 32)], [(0, 1)], [(1, 32)], [(0, 1)], [(1, 32)], [(0, 1)], [(1, 4)],
                                [(0, 1), (1, 1)]]
@@ -127,7 +132,7 @@ def test_a_long_prompt_in_chunks_between_the_steps_of_others(scheduler):
 def test_prompts_one_after_another_and_short_ones_together(scheduler):
     requests = [request(bytes([65 + index]) * length, 1) for index, length in enumerate((40, 10, 10, 10))]
     for item in requests:
-        scheduler.submit(item)
+        submit(scheduler, item)
     turn(scheduler, 2)
     # Nobody decodes: the first one leaves room for two of 64 tokens; the last one comes after them.
     assert scheduler.calls == [[(0, 40), (1, 10), (2, 10)], [(3, 10)]]
@@ -139,15 +144,15 @@ def test_prompts_one_after_another_and_short_ones_together(scheduler):
 def test_chunks_alone_and_in_company(small, scheduler, chunk, sizes):
     """Alone 64 tokens; beside others the chunk, or as many as decode; above 64 always the chunk."""
     scheduler.prefill_chunk = chunk
-    scheduler.submit(item := request(bytes(200), 3))
+    submit(scheduler, item := request(bytes(200), 3))
     finish(scheduler, item)
     assert [count for call in scheduler.calls for _, count in call] == sizes
     del scheduler.calls[:]
     others = [request(bytes([65 + index]), 100) for index in range(3)]
     for other in others:
-        scheduler.submit(other)
+        submit(scheduler, other)
     turn(scheduler, 4)
-    scheduler.submit(again := request(bytes(200), 3))
+    submit(scheduler, again := request(bytes(200), 3))
     finish(scheduler, again)
     in_company = [call[0][1] for call in scheduler.calls if len(call) == 1 and call[0][1] > 1]
     assert in_company == ([80, 80, 40] if chunk == 80 else [3] * 66 + [2])
@@ -167,14 +172,14 @@ def test_streaming_leaves_a_processor_free_and_takes_smaller_chunks(moe_32, monk
             turn(scheduler)
             return int(engine._model["num_threads"][0]), scheduler.calls[-1][0][1]
         for item in plain:
-            scheduler.submit(item)
+            submit(scheduler, item)
         turn(scheduler, 4)
-        scheduler.submit(first)
+        submit(scheduler, first)
         assert after_a_turn() == (2, 4)
         finish(scheduler, first)
-        scheduler.submit(streamed)
+        submit(scheduler, streamed)
         turn(scheduler, 3)
-        scheduler.submit(second)
+        submit(scheduler, second)
         assert after_a_turn() == (1, 2)
         finish(scheduler, second, streamed)
         turn(scheduler)
@@ -186,7 +191,7 @@ def test_streaming_leaves_a_processor_free_and_takes_smaller_chunks(moe_32, monk
 def test_first_come_first_served(scheduler):
     requests = [request(bytes([65 + index]) * 3, 5 + index % 2) for index in range(7)]
     for item in requests:
-        scheduler.submit(item)
+        submit(scheduler, item)
     finish(scheduler, *requests)
     begun = [item.times[0] for item in requests]
     assert begun == sorted(begun)
@@ -195,15 +200,15 @@ def test_first_come_first_served(scheduler):
 def test_a_full_queue(scheduler):
     requests = [request(bytes([65 + index]), 2, id=index) for index in range(7)]  # four slots, three that wait
     for item in requests:
-        scheduler.submit(item)
+        submit(scheduler, item)
     with pytest.raises(Refused) as refused:
-        scheduler.submit(request(b"z", 1, id=9))
+        submit(scheduler, request(b"z", 1, id=9))
     assert (str(refused.value), refused.value.code, refused.value.id) == (
         "queue: 3 waiting, expected fewer; send it again later, or raise --queue-size", "queue_full", 9)
     turn(scheduler)
     assert scheduler.num_waiting == 3 and scheduler.num_running == 4
     turn(scheduler)
-    scheduler.submit(last := request(b"z", 1))
+    submit(scheduler, last := request(b"z", 1))
     finish(scheduler, *requests, last)
     assert scheduler.num_unfinished == scheduler.num_waiting == scheduler.num_running == 0
 
@@ -212,8 +217,8 @@ def test_a_full_queue(scheduler):
 def test_cancelled_while_waiting_prefilling_and_decoding(small, scheduler, turns, tokens, prefilled):
     other, cancelled = request(b"abc", 30), request(bytes(100), 50)
     expected = alone(small, other)
-    scheduler.submit(other)
-    scheduler.submit(cancelled)
+    submit(scheduler, other)
+    submit(scheduler, cancelled)
     turn(scheduler, turns)
     scheduler.cancel(cancelled)
     turn(scheduler)
@@ -230,7 +235,7 @@ def test_cancelled_while_waiting_prefilling_and_decoding(small, scheduler, turns
 def test_a_cancelled_one_gives_its_slot_to_the_next(small, scheduler):
     requests = [request(bytes([65 + index]) * 3, 30) for index in range(6)]
     for item in requests:
-        scheduler.submit(item)
+        submit(scheduler, item)
     turn(scheduler, 2)
     scheduler.cancel(requests[4])  # waits
     scheduler.cancel(requests[1])  # runs
@@ -247,7 +252,7 @@ def test_deadlines(scheduler):
     requests = [request(bytes([65 + index]) * 3, 200) for index in range(4)]
     waits = request(b"w", 5, deadline=begun + 0.02, arrived=begun)
     for item in (*requests, waits):
-        scheduler.submit(item)
+        submit(scheduler, item)
     turn(scheduler, 3)
     assert waits.finish is None
     time.sleep(0.03)
@@ -260,7 +265,7 @@ def test_deadlines(scheduler):
         scheduler.cancel(item)
     turn(scheduler)
     late = request(b"abc", 500, deadline=time.monotonic() + 0.01)
-    scheduler.submit(late)
+    submit(scheduler, late)
     finish(scheduler, late)
     assert late.finish == "deadline" and 1 <= len(late.tokens) < 500 and late.error is None
     assert late.times[-1] < late.deadline + 0.05
@@ -270,7 +275,7 @@ def test_deadlines(scheduler):
 def test_a_first_token_after_the_deadline(small, scheduler, monkeypatch):
     step = small.advance
     monkeypatch.setattr(small, "advance", lambda *arguments: (time.sleep(0.03), step(*arguments))[1])
-    scheduler.submit(late := request(b"abc", 5, deadline=time.monotonic() + 0.02))
+    submit(scheduler, late := request(b"abc", 5, deadline=time.monotonic() + 0.02))
     turn(scheduler)
     assert late.tokens == [] and late.error.code == "deadline"
     assert re.fullmatch(r"deadline_ms: passed after [3-9]\d ms while prefilling, expected time for a first token; .*",
@@ -280,9 +285,9 @@ def test_a_first_token_after_the_deadline(small, scheduler, monkeypatch):
 def test_deadlines_of_what_has_ended_are_forgotten(scheduler):
     """Also while one with an earlier deadline runs on."""
     now = time.monotonic()
-    scheduler.submit(first := request(b"abc", 400, deadline=now + 1000))
+    submit(scheduler, first := request(b"abc", 400, deadline=now + 1000))
     for number in range(200):
-        scheduler.submit(item := request(b"x", 1, deadline=now + 2000 + number))
+        submit(scheduler, item := request(b"x", 1, deadline=now + 2000 + number))
         finish(scheduler, item)
     assert len(scheduler._deadlines) < 100 and first in [entry[2] for entry in scheduler._deadlines]
     scheduler.cancel(first)
@@ -293,7 +298,7 @@ def test_deadlines_of_what_has_ended_are_forgotten(scheduler):
 @pytest.mark.usefixtures("clock")
 def test_a_deadline_within_prefill(scheduler):
     slow = request(bytes(500), 5, deadline=time.monotonic() + 0.05)
-    scheduler.submit(slow)
+    submit(scheduler, slow)
     turn(scheduler)
     time.sleep(0.06)
     turn(scheduler)
@@ -304,7 +309,7 @@ def test_a_deadline_within_prefill(scheduler):
 def test_a_deadline_that_cannot_be_met_is_refused_before_it_runs(scheduler):
     scheduler._token_seconds = 0.001
     hopeless = request(bytes(100), 5, deadline=time.monotonic() + 0.09)
-    scheduler.submit(hopeless)
+    submit(scheduler, hopeless)
     turn(scheduler)
     assert scheduler.calls == [] and hopeless.error.code == "deadline"
     assert str(hopeless.error) in [f"deadline_ms: {left} ms left, expected at least 100 for a first token; allow more"
@@ -316,7 +321,7 @@ def test_an_end_token_stops(small, scheduler, monkeypatch):
     expected = alone(small, item)
     monkeypatch.setattr(small.checkpoint, "eos", (expected[7],))
     count = expected.index(expected[7])
-    scheduler.submit(item)
+    submit(scheduler, item)
     finish(scheduler, item)
     assert (item.finish, item.tokens) == ("stop", expected[:count])
 
@@ -326,7 +331,7 @@ def test_news_come_once_a_turn(small):
     scheduler = Scheduler(small, 3, CHUNK, lambda: told.append(1))
     streams, quiet = request(b"abc", 3, stream=True), request(b"def", 3)
     for item in (streams, quiet):
-        scheduler.submit(item)
+        submit(scheduler, item)
     turn(scheduler, 2)
     assert told == [1]  # the second turn's are fetched with the first one's
     assert scheduler.take() == [streams] and len(streams.tokens) == 2
@@ -350,7 +355,7 @@ def test_one_request_that_spoils_a_step(tmp_path, monkeypatch):
     with Engine(model, backend="host", num_slots=4) as engine:
         scheduler = make(engine, monkeypatch)
         for item in items:
-            scheduler.submit(item)
+            submit(scheduler, item)
         finish(scheduler, *items)
         assert [item.tokens for item in items] == [expected[0], [], expected[2], expected[3]]
         assert items[1].error.code == "internal" and "layers.0.router: logits of token" in str(items[1].error)
@@ -361,7 +366,7 @@ def test_no_memory_for_a_step(small, scheduler, monkeypatch):
     def step(work, samplers):
         raise MemoryError
     monkeypatch.setattr(small, "advance", step)
-    scheduler.submit(item := request(b"abc", 3))
+    submit(scheduler, item := request(b"abc", 3))
     turn(scheduler)
     assert str(item.error) == ("memory: not enough for a step, expected more; lower --batch-size, or raise the "
                                "service's limit")
@@ -375,9 +380,9 @@ def test_a_device_that_is_lost(small, monkeypatch):
         raise ColibriError("GPU: step 2: CUDA_ERROR_ILLEGAL_ADDRESS, expected CUDA_SUCCESS")
     items = [request(bytes([65 + index]), 400) for index in range(6)]
     for item in items[:5]:
-        scheduler.submit(item)
+        submit(scheduler, item)
     turn(scheduler, 2)
-    scheduler.submit(items[5])
+    submit(scheduler, items[5])
     monkeypatch.setattr(small, "advance", lost)
     monkeypatch.setattr(small.memory, "sync", lost)
     scheduler.start()
@@ -388,7 +393,7 @@ def test_a_device_that_is_lost(small, monkeypatch):
         ("error", scheduler.failure, "internal")}
     assert scheduler.num_unfinished == 0
     late = request(b"late", 4)
-    scheduler.submit(late)  # by a server that has not heard of it yet
+    submit(scheduler, late)  # by a server that has not heard of it yet
     assert late in scheduler.take() and str(late.error) == scheduler.failure and scheduler.num_unfinished == 0
 
 
@@ -407,7 +412,7 @@ def test_on_its_own_thread(small):
     scheduler.start()
     items = [request(bytes([65 + index]) * 50, 30) for index in range(8)]
     for item in items:
-        scheduler.submit(item)
+        submit(scheduler, item)
     end = time.monotonic() + 20
     while not all(item.finish for item in items) and time.monotonic() < end:
         time.sleep(0.01)
@@ -439,7 +444,7 @@ def test_files_of_a_stack_that_change_while_it_waits(tmp_path, place, message):
         first, victim, last = (stack_request(engine.checkpoint, x, tmp_path, name)
                                for name in ("first", "victim", "last"))
         for item in (first, victim, last):
-            scheduler.submit(item)
+            submit(scheduler, item)
         turn(scheduler)
         if place.startswith("output's"):
             victim.rows.output = first.rows.output = str(tmp_path / "out" / "y.npy")
@@ -460,7 +465,7 @@ def test_files_of_a_stack_that_change_while_it_waits(tmp_path, place, message):
 def test_a_temporary_file_that_is_gone(tmp_path):
     with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host", num_slots=1) as engine:
         scheduler = Scheduler(engine, 3, CHUNK, lambda: None)
-        scheduler.submit(item := stack_request(engine.checkpoint, np.ones((1300, 64), np.float32), tmp_path, "x"))
+        submit(scheduler, item := stack_request(engine.checkpoint, np.ones((1300, 64), np.float32), tmp_path, "x"))
         turn(scheduler)
         os.unlink(item.rows._temporary.name)
         finish(scheduler, item)
@@ -480,7 +485,7 @@ def test_hidden_states_of_a_stack(tmp_path, monkeypatch):
         began, stack = [], engine.stack
         monkeypatch.setattr(engine, "stack", lambda x: began.append(scheduler.step_began) or stack(x))
         for item in items:
-            scheduler.submit(item)
+            submit(scheduler, item)
         finish(scheduler, *items)
         for item, x in zip(items, inputs):
             assert item.finish == "stop"
@@ -490,7 +495,7 @@ def test_hidden_states_of_a_stack(tmp_path, monkeypatch):
         assert str(items[3].error) == (f"{tmp_path}/nan.npy: row 700 holds NaN or inf, expected finite numbers; look "
                                        "at what made it")
         cut = stack_request(engine.checkpoint, inputs[0], tmp_path, "cut")
-        scheduler.submit(cut)
+        submit(scheduler, cut)
         turn(scheduler)
         with open(tmp_path / "cut.npy", "r+b") as file:
             file.truncate(128 + 600 * 256)
@@ -504,7 +509,7 @@ def test_stopped_within_a_stack(tmp_path):
     """What it has written so far is removed."""
     with Engine(write_model(tmp_path / "stack.bin", STACK), backend="host") as engine:
         scheduler = Scheduler(engine, 0, CHUNK, lambda: None)
-        scheduler.submit(item := stack_request(engine.checkpoint, np.ones((1300, 64), np.float32), tmp_path))
+        submit(scheduler, item := stack_request(engine.checkpoint, np.ones((1300, 64), np.float32), tmp_path))
         turn(scheduler)
         assert list(tmp_path.glob("x-y.npy.*"))
         scheduler._stopping = True

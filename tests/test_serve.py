@@ -275,7 +275,7 @@ def test_a_line_of_100_mb(service):
         sender = threading.Thread(target=client.send, args=[b"x" * 100_000_000 + b'\n{"id": 1, "prompt": "x"}\n'])
         sender.start()
         assert client.receive() == {"id": None, "error": {
-            "message": "line: more than 65536 bytes, expected fewer; no prompt that fits the context is as long",
+            "message": "line: more than 75264 bytes, expected fewer; no prompt that fits the context is as long",
             "code": "too_long"}}
         assert client.receive()["completion_tokens"] == 64
         sender.join()
@@ -380,16 +380,26 @@ def test_too_many_connections(moe_32, tmp_path):
     with Service(moe_32, tmp_path, command=command) as service:  # 220 files: room for ten of each kind
         clients = [service.client() for _ in range(10)]
         for client in clients:
-            assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+            client.send(b'{"id": 0, ')  # it has begun: nobody takes its place
+        service.wait_for("open_connections", 11)
         refused = service.client()
         assert refused.receive() == {"id": None, "error": {
-            "message": "connections: 10 are open, expected fewer; close one first", "code": "too_many_connections"}}
+            "message": "connections: 10 are open and none is idle, expected fewer; close one first",
+            "code": "too_many_connections"}}
         assert refused.receive() is None
         assert service.metric("connections_dropped_total") == 1
-        clients[0].close()
-        time.sleep(0.2)
+        for client in clients:
+            client.send(b'"prompt": "x", "max_new_tokens": 1}\n')
+            assert client.receive()["finish_reason"] == "length"
+        clients[0].send({"id": 0, **LONG, "stream": True})  # it runs: the second one has been idle for longest
+        clients[0].receive()
+        assert service.client().receive()["error"]["code"] == "too_many_connections"  # they may be about to send one
+        time.sleep(1.2)
         with service.client() as client:
             assert client.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+            assert clients[1].receive() is None
+        assert clients[0].ask(id=1, prompt="x", max_new_tokens=1)["finish_reason"] == "length"
+        assert re.search(r'Z connection dropped="idle for \d+ s, and its place was needed"\n', service.log)
         assert service.stop() == 0
 
 
@@ -666,8 +676,31 @@ def test_logs(moe_32):
     assert serving == {"time": serving["time"], "event": "serving", "model": "moe-32.bin", "serve": "stdin"}
     assert line == {**line, "event": "request", "id": "a b\n\xe9", "tokens": 2, "finish": "length",
                     "prompt": "my secret\n"}
-    _, text = run(moe_32, b'{"id": 1, "prompt": "my secret", "seed": -1}\n', "--log-prompts")
-    assert "Z request id=1 finish=error code=bad_request\n" in text and "secret" not in text
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"prompt": "my secret", "seed": -1}, "seed: ..., expected 0 to 2^64 - 1"),
+    ({"prompt": ["my secret"]}, "prompt: ..., expected a string"),
+    ({"prompt_ids": "my secret"}, "prompt_ids: ..., expected a list of integers"),
+    ({"prompt_ids": [7, 4711]}, "prompt_ids: ..., expected 0 to 255"),
+    ({"prompt": "my secret", "max_new_tokens": "my secret"}, "max_new_tokens: ..., expected an integer, 1 or more"),
+    ({"prompt": "my secret" * 100}, ("prompt: 900 bytes, expected at most 512, the model's own positions "
+                                     "(max_positions of PATH); use fewer"))])
+def test_the_message_of_a_refused_request_in_the_log(moe_32, fields, message):
+    """In one line, without what may be of a prompt, unless prompts are to be shown."""
+    line = json.dumps({"id": 1, **fields}).encode() + b"\n"
+    got, text = run(moe_32, line)
+    message = message.replace("PATH", str(moe_32))
+    assert re.search(r"Z request id=1 finish=error code=\w+ message=(.*)\n", text)[1] == json.dumps(message)
+    assert "secret" not in text and "4711" not in text
+    _, text = run(moe_32, line, "--log-format", "json", "--log-prompts")
+    logged = json.loads(text.splitlines()[-1])
+    assert logged["message"] == got[0]["error"]["message"] and logged["code"] == got[0]["error"]["code"]
+
+
+def test_a_line_that_is_a_prompt_is_not_logged(moe_32):
+    got, text = run(moe_32, b'"my secret"\n')
+    assert "my secret" in got[0]["error"]["message"] and 'message="line: ..., expected a JSON object"\n' in text
 
 
 def test_every_line_of_a_log_in_json(moe_32):
@@ -740,7 +773,7 @@ def test_an_end_that_comes_while_a_token_is_told_of():
             pass
     request = Request(1, Owner(), [1], stream=True)
     server = Server.__new__(Server)
-    server.is_draining, server._ended = False, ended.append
+    server.is_draining, server._ended, server._num_unanswered = False, ended.append, 1
     server.scheduler = SimpleNamespace(take=lambda: [request], failure=None)
     request.tokens.append(5)
     server._news()
@@ -748,4 +781,108 @@ def test_an_end_that_comes_while_a_token_is_told_of():
     request.finish = "length"
     server._news()
     server._news()
-    assert told == [(1, False), (1, True)] and ended == [request]
+    assert told == [(1, False), (1, True)] and ended == [request] and server._num_unanswered == 0
+
+
+# Connections without a request
+
+PLACES = """
+import sys
+from colibri import connection, run, server
+server.MAX_CONNECTIONS, connection.IDLE_SECONDS = int(sys.argv.pop(1)), {"lines": float(sys.argv.pop(1)), "http": 1}
+sys.exit(run.command())
+"""
+
+
+def with_places(model, folder, count, seconds):
+    """A server with so many places of each kind, whose lines may be idle for so long, and HTTP for a second."""
+    return Service(model, folder, command=[sys.executable, "-c", PLACES, str(count), str(seconds), "--backend", "host",
+                                           "--model", str(model), "--serve", f"unix:{folder}/socket", "--http", ":0"])
+
+
+def http_client(service):
+    return Client(("127.0.0.1", service.port))
+
+
+GET = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def test_idle_connections_end(moe_32, tmp_path):
+    """HTTP's and, later, those of lines; one that has a request or is within one does not."""
+    with with_places(moe_32, tmp_path, 100, 3) as service, service.client() as lines, service.client() as within, \
+            http_client(service) as new, http_client(service) as answered:
+        answered.send(GET % b"ready")
+        within.send(b'{"id"')
+        began = time.monotonic()
+        assert new.socket.recv(1) == b"" and time.monotonic() - began > 0.9
+        assert b"200" in answered.socket.recv(1 << 16) and answered.socket.recv(1) == b""
+        assert lines.ask(prompt="x", max_new_tokens=1)["finish_reason"] == "length"  # it is idle from now on
+        began = time.monotonic()
+        assert lines.receive() is None and time.monotonic() - began > 2.9
+        within.send(b': 1, "prompt": "x", "max_new_tokens": 1}\n')
+        assert within.receive()["finish_reason"] == "length"
+        assert service.stop() == 0 and "Z connection " not in service.log
+
+
+def test_stdin_is_never_idle(moe_32):
+    process = subprocess.Popen([sys.executable, "-c", PLACES, "1", "0.1", "--backend", "host", "--model", str(moe_32),
+                                "--serve", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    for _ in range(2):
+        time.sleep(1.5)
+        process.stdin.write(b'{"id": 1, "prompt": "x", "max_new_tokens": 1}\n')
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["finish_reason"] == "length"
+    process.stdin.close()
+    assert process.wait(TIMEOUT) == 0
+    process.stdout.close()
+
+
+def test_health_while_all_places_are_idle(moe_32, tmp_path):
+    """The one that is idle for longest makes room; a thousand may come."""
+    with Service(moe_32, tmp_path) as service:
+        idle = [http_client(service) for _ in range(1000)]
+        service.wait_for("open_connections", 1001)  # the one that asks has a spare place, or the others have just come
+        time.sleep(1.2)
+        for path in (b"health", b"ready", b"metrics", b"v1/models"):
+            with http_client(service) as client:
+                client.send(GET % path)
+                assert b"HTTP/1.1 200" in client.socket.recv(1 << 16)
+        assert idle[0].socket.recv(1) == b""
+        idle[-1].send(GET % b"health")
+        assert b"HTTP/1.1 200" in idle[-1].socket.recv(1 << 16)
+        for client in idle:
+            client.close()
+        assert service.stop() == 0
+
+
+def test_health_while_all_places_are_taken(moe_32, tmp_path):
+    """Spare places are for what needs no request: a completion is refused there, and more connections are."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+    with with_places(moe_32, tmp_path, 3, 60) as service:
+        taken = [http_client(service) for _ in range(3)]
+        for client in taken:
+            client.send(head)
+        service.wait_for("open_connections", 4)
+        spare = [http_client(service) for _ in range(8)]
+        service_full = http_client(service).socket.recv(1 << 16)
+        assert b"HTTP/1.1 503" in service_full and b"connections: 3 are open and none is idle" in service_full
+        spare[0].send(GET % b"health")
+        got = spare[0].socket.recv(1 << 16)
+        assert b"HTTP/1.1 200" in got and b"connection: close" in got.lower() and spare[0].socket.recv(1) == b""
+        spare[1].send(head + b"{\"x\": 1}\n")
+        got = spare[1].socket.recv(1 << 16)
+        assert b"HTTP/1.1 503" in got and b'"code": "too_many_connections"' in got
+        for client in (*taken, *spare):
+            client.close()
+        service.wait_for("open_connections", 1)
+        assert service.stop() == 0
+
+
+def test_stdin_that_cannot_be_read(moe_32, tmp_path):
+    folder = os.open(tmp_path, os.O_RDONLY)
+    ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
+                            "-"], cwd=ROOT, stdin=folder, capture_output=True, timeout=TIMEOUT, check=False)
+    os.close(folder)
+    assert (ended.returncode, ended.stdout) == (2, b"") and ended.stderr.decode().splitlines()[1:] == [
+        "stdin: Is a directory, expected requests there; give it a file or a pipe"]

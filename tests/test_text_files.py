@@ -94,8 +94,8 @@ def test_tokens_beyond_the_embedding(made, vocab):
                         "is refused")]
 
 
-NO_TOKENIZER = ("tokenizer.json: not a tokenizer.json, expected a JSON object with a vocabulary of text and numbers; save "
-                "it again")
+NO_TOKENIZER = ("tokenizer.json: {} bytes that are no tokenizer.json, expected a JSON object with a vocabulary of text and "
+                "numbers; download it again, or remove it")
 CATALOGUE = [
     ({"eos": "</s>"}, "config.json: eos_token_id=</s>, expected token numbers; correct it"),
     ({"eos": [2, -1]}, "config.json: eos_token_id=[2, -1], expected token numbers; correct it"),
@@ -117,7 +117,7 @@ CATALOGUE = [
       "tokenizer_config": {"add_bos_token": True, "bos_token": BOS}},
      ('tokenizer_config.json: bos_token="<s>", which is 11, expected a token of tokenizer.json below vocab_size=11 with '
      "add_bos_token=true; correct it")),
-    *(({"tokenizer": wrong}, NO_TOKENIZER) for wrong in (
+    *(({"tokenizer": wrong}, NO_TOKENIZER.format(len(json.dumps(wrong)))) for wrong in (
         [], 5, {"model": [1]}, {"model": {"vocab": 7}}, {"model": {"vocab": {"a": "1"}}}, {"model": {"vocab": [[]]}},
         {"added_tokens": [{"id": 1}]}, {"added_tokens": [{"id": 1.5, "content": "a"}]}, {"model": {"vocab": [["a"], [{}]]}},
         {"post_processor": {"single": [{"SpecialToken": {}}]}}, {"post_processor": [1]}, {"post_processor": {"cls": 5}}))]

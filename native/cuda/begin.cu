@@ -1,5 +1,7 @@
 /* What a step begins with: the batch comes over from host memory, and its tokens' embeddings become x. */
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 namespace {
 
@@ -37,14 +39,29 @@ __global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch
     x[(int64_t)t * HIDDEN + i] = to_float(panel[(int64_t)i * PANEL_ROWS + row % PANEL_ROWS]) * multiplier;
 }
 
-} // namespace
-
-int cuda_begin(Model *m, int num_tokens) {
-    return launch(m, "begin", begin_kernel, dim3(ceil_div(num_tokens, THREADS), INPUTS), THREADS, 0, device_batch(m),
-                  m->batch, num_tokens);
+/* ROPE_DYNAMIC's, once for all layers. */
+__global__ void frequencies_kernel(float *out, const float *frequencies, const Batch *batch, uint32_t original_positions,
+                                   float factor) {
+    pdl_wait();
+    pdl_trigger();
+    int t = blockIdx.x, pair = blockIdx.y * THREADS + threadIdx.x;
+    if (t >= batch->num_tokens || pair >= ROTARY_DIM / 2) return;
+    out[(int64_t)t * (ROTARY_DIM / 2) + pair] =
+        dynamic_frequency(frequencies[pair], pair, batch->rope_lengths[t], original_positions, factor);
 }
 
-int cuda_embed(Model *m, int num_tokens) {
+} // namespace
+
+int cuda_begin(Model *m, int num_tokens, int) {
+    TRY(launch(m, "begin", begin_kernel, dim3(ceil_div(num_tokens, THREADS), INPUTS), THREADS, 0, device_batch(m),
+               m->batch, num_tokens));
+    if (!NUM_HEADS || ROPE_KIND != ROPE_DYNAMIC) return 0;
+    return launch(m, "frequencies", frequencies_kernel, dim3(num_tokens, ceil_div(ROTARY_DIM / 2, THREADS)), THREADS, 0,
+                  m->state.dynamic_frequencies, m->weights.rope_frequencies, device_batch(m),
+                  m->header.rope_original_positions, m->header.rope_dynamic_factor);
+}
+
+int cuda_embed(Model *m, int num_tokens, int) {
     return launch(m, "embed", embed_kernel, dim3(num_tokens, ceil_div(HIDDEN, THREADS)), THREADS, 0, m->state.x,
                   m->weights.embed, device_batch(m), m->header.embedding_multiplier);
 }

@@ -11,8 +11,8 @@
 #ifndef COLIBRI_CUDA_DECODE_CUH
 #define COLIBRI_CUDA_DECODE_CUH
 
-#include "products.cuh"
-#include "ring.cuh"
+#include "launch.cuh"
+#include "tiles.cuh"
 
 namespace decode {
 namespace {
@@ -21,9 +21,9 @@ constexpr int WARPS = 8;                 /* that multiply; one more finishes the
 constexpr int THREADS = (WARPS + 1) * 32;
 constexpr int SUM_ROWS = PANEL_ROWS + 4; /* padded, so that a warp's stores meet no bank twice */
 
-/* Up to 8 * COLUMNS_OF_8 tokens of one expert: assignments [first, first + count). */
+/* Up to 8 * COLUMNS_OF_8 tokens of the expert at `place`: assignments [first, first + count). */
 struct Tile {
-    int16_t expert, count;
+    int16_t place, count;
     int32_t first;
 };
 
@@ -55,7 +55,7 @@ template <int TILE_TOKENS> __device__ void list_tiles(Shared &s, const Job &job)
 #pragma unroll
         for (int j = 0; j < PER_LANE; j++)
             for (int first = offset[j]; first < offset[j + 1]; first += TILE_TOKENS)
-                *next++ = {(int16_t)(lane * PER_LANE + j), (int16_t)min(offset[j + 1] - first, TILE_TOKENS), first};
+                *next++ = {(int16_t)place_of(job, lane * PER_LANE + j), (int16_t)min(offset[j + 1] - first, TILE_TOKENS), first};
         if (lane == 31) s.num_tiles = up_to;
     }
     __syncthreads();
@@ -241,7 +241,7 @@ template <class P>
 __device__ void add_parts(const Shared &s, const Job &job, const Cursor<P> &at, const Tile &tile) {
     constexpr int ROWS = P::PANELS * PANEL_ROWS;
     const float *parts = job.partials + (int64_t)tile.first * ROWS + at.panel * PANEL_ROWS;
-    write_outputs<P>(job, tile.expert, at.panel, tile.count, s.assignments + tile.first, [&](int token, int row) {
+    write_outputs<P>(job, tile.place, at.panel, tile.count, s.assignments + tile.first, [&](int token, int row) {
         float part[P::SPLITS], sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < P::SPLITS; i++)
@@ -263,7 +263,7 @@ template <class P> __device__ void finish_items(Shared &s, const Job &job, int n
             for (int i = 0; i < 3; i++) meet(); /* as in hand_over */
             if (threadIdx.x % 32 == 0) s.queue[at.turn % QUEUE] = UNKNOWN; /* all warps know it */
             if constexpr (P::SPLITS == 1) {
-                write_outputs<P>(job, tile.expert, at.panel, count, s.assignments + tile.first + first,
+                write_outputs<P>(job, tile.place, at.panel, count, s.assignments + tile.first + first,
                                  [&](int token, int row) { return add_warps(s, token, row); });
             } else {
                 float *part = job.partials + ((int64_t)at.split * P::ASSIGNMENTS + tile.first + first) * ROWS;
@@ -282,7 +282,7 @@ template <class P>
 __device__ __forceinline__ void refill(Ring &ring, const Panels &panels, Cursor<P> &ahead, Shared &s, const Job &job,
                                        int num_items) {
     bool wanted = ahead.item < num_items;
-    int index = wanted ? ahead.panel * P::EXPERTS + s.tiles[ahead.tile].expert : 0;
+    int index = wanted ? ahead.panel * P::STORED + s.tiles[ahead.tile].place : 0;
     ring.fill(panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
     ahead.chunk += WARPS;
     ahead.settle(s, job, num_items);
@@ -394,18 +394,19 @@ decode_kernel(const __grid_constant__ Panels panels, const __grid_constant__ Job
     if (Cursor<P>::TAKES_ITEMS) leave(job);
 }
 
-/* A second block on an SM, of the next kernel, would take bandwidth from the one that is at work: this much shared memory
- * keeps it away. */
+/* A second block on an SM, of the next kernel, would take bandwidth from the one that is at work: this much shared
+ * memory keeps it away. */
 constexpr int ALONE = CUDA_ARCH == 90 || CUDA_ARCH == 100 ? 116 << 10 : 0;
 
 template <class P> int start(Model *m, int launch_rows, const Job &job) {
     Panels panels;
-    TRY(describe_panels(&panels, job.weights, P::COLUMNS, P::PANELS * P::EXPERTS));
+    TRY(describe_panels(&panels, job.weights, P::COLUMNS, P::PANELS * P::STORED));
     dim3 grid(num_multiprocessors());
     size_t bytes = max_of((int)sizeof(Shared) + 1024, ALONE);
     int wide_items = P::PANELS * P::SPLITS * ceil_div(launch_rows, 32);
     bool few_items = P::ALL_TOKENS && wide_items * 2 < (int)grid.x; /* small tiles then share the work better */
-    if (launch_rows <= 8 || few_items) return launch(m, P::NAME, decode_kernel<P, 1>, grid, THREADS, bytes, panels, job);
+    if (launch_rows <= 8 || few_items)
+        return launch(m, P::NAME, decode_kernel<P, 1>, grid, THREADS, bytes, panels, job);
     if constexpr (P::ALL_TOKENS) /* an expert seldom has more than 16 */
         if (launch_rows > 16) return launch(m, P::NAME, decode_kernel<P, 4>, grid, THREADS, bytes, panels, job);
     return launch(m, P::NAME, decode_kernel<P, 2>, grid, THREADS, bytes, panels, job);

@@ -1,6 +1,6 @@
-/* Latent attention's queries, keys and values: norms of the latents within a row of qkv, in place, then their products
- * (linear.cu). */
-#include "common.cuh"
+/* Latent attention's queries, keys and values: norms of the latents within a row of qkv, in place, then their
+ * products. */
+#include "prefill.cuh"
 
 #if ATTENTION_KIND == ATTENTION_LATENT && NUM_HEADS
 
@@ -25,13 +25,21 @@ latent_norm_kernel(float *qkv, const float *kv_weight, const float *q_weight, co
     for (int i = threadIdx.x; i < length; i += THREADS) row[i] = row[i] * scale * weight[i];
 }
 
+/* q_b and kv_b: from the latents of qkv to q and kv. */
+int latent_products(Model *m, int num_tokens, const Layer &weights) {
+#if Q_LORA_RANK
+    TRY(product<QB>(m, num_tokens, job_of<QB>(m, weights.q_b, nullptr, m->state.qkv, m->state.q)));
+#endif
+    return product<KvB>(m, num_tokens, job_of<KvB>(m, weights.kv_b, nullptr, m->state.qkv, m->state.kv));
+}
+
 } // namespace
 
 int cuda_queries(Model *m, int num_tokens, int layer) {
     const Layer &weights = m->weights.layers[layer];
     TRY(launch(m, "latent_norm", latent_norm_kernel, dim3(num_tokens, 1 + (Q_LORA_RANK > 0)), THREADS, 0, m->state.qkv,
                weights.kv_a_norm, weights.q_a_norm, &device_batch(m)->num_tokens, m->header.latent_norm_eps));
-    return cuda_latent_products(m, num_tokens, &weights);
+    return latent_products(m, num_tokens, weights);
 }
 
 #endif

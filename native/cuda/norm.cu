@@ -1,5 +1,7 @@
 /* The norm, a block a row: of every token, or of the tokens whose logits are wanted. */
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 namespace {
 
@@ -45,15 +47,29 @@ norm_kernel(float *out, const float *x, const float *weight, const float *bias, 
     }
 }
 
-} // namespace
-
-int cuda_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias) {
-    return launch(m, "norm", norm_kernel, num_tokens, THREADS, 0, out, x, weight, bias, &device_batch(m)->num_tokens,
-                  nullptr, m->header.norm_eps);
+/* normed[i] of x[i], or of x[rows[i]]. */
+int norm(Model *m, int launch_rows, const float *weight, const float *bias, const int *num_rows, const int *rows,
+         float eps) {
+    return launch(m, "norm", norm_kernel, launch_rows, THREADS, 0, m->state.normed, m->state.x, weight, bias, num_rows,
+                  rows, eps);
 }
 
-int cuda_gather_norm(Model *m, int num_logits) {
+} // namespace
+
+int cuda_attention_norm(Model *m, int num_tokens, int layer) {
+    const Layer &weights = m->weights.layers[layer];
+    return norm(m, num_tokens, weights.attention_norm, weights.attention_norm_bias, &device_batch(m)->num_tokens,
+                nullptr, m->header.norm_eps);
+}
+
+int cuda_ffn_norm(Model *m, int num_tokens, int layer) {
+    const Layer &weights = m->weights.layers[layer];
+    return norm(m, num_tokens, weights.ffn_norm, weights.ffn_norm_bias, &device_batch(m)->num_tokens, nullptr,
+                m->header.norm_eps);
+}
+
+int cuda_gather_norm(Model *m, int num_logits, int) {
     const Batch *batch = device_batch(m);
-    return launch(m, "norm", norm_kernel, num_logits, THREADS, 0, m->state.normed, m->state.x, m->weights.final_norm,
-                  m->weights.final_norm_bias, &batch->num_logits, batch->logit_rows, m->header.final_norm_eps);
+    return norm(m, num_logits, m->weights.final_norm, m->weights.final_norm_bias, &batch->num_logits,
+                batch->logit_rows, m->header.final_norm_eps);
 }

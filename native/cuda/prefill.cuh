@@ -21,13 +21,14 @@ constexpr int PER_LANE = ceil_div(NUM_EXPERTS, 32);
 constexpr int INPUT_BYTES = TILE_TOKENS * STEP_COLUMNS * 2;
 
 template <class P> struct Shared {
-    alignas(1024) char weights[STAGES][2][STEP_COLUMNS * 128]; /* as in ring.cuh */
-    char inputs[2][P::IS_DENSE ? 2 : 1][INPUT_BYTES];          /* high, low: [token][column], eighths swizzled likewise */
-    int expert, first, count;                                  /* the block's tile */
+    alignas(1024) char weights[STAGES][2][STEP_COLUMNS * 128]; /* as in tiles.cuh */
+    char inputs[2][P::IS_DENSE ? 2 : 1][INPUT_BYTES];          /* high, low: [token][column], swizzled likewise */
+    int expert_place, first, count;                            /* the block's tile */
 };
 
 /* The expert and the assignments of tile blockIdx.x, count 0 where there is no such tile. Ends with a barrier. */
-template <class P> __device__ void find_tile(Shared<P> &s, const int32_t *offsets) {
+template <class P> __device__ void find_tile(Shared<P> &s, const Job &job) {
+    const int32_t *offsets = job.offsets;
     int lane = threadIdx.x, before_all = 0, wanted = blockIdx.x;
     if (lane == 0) s.count = 0;
     for (int j = 0; j < PER_LANE && lane < 32; j++) {
@@ -36,7 +37,7 @@ template <class P> __device__ void find_tile(Shared<P> &s, const int32_t *offset
         int own = (end - begin + TILE_TOKENS - 1) / TILE_TOKENS, up_to = warp_sum_up_to(own);
         int place = wanted - (before_all + up_to - own);
         if (place >= 0 && place < own) {
-            s.expert = e;
+            s.expert_place = place_of(job, e);
             s.first = begin + place * TILE_TOKENS;
             s.count = min(end - s.first, TILE_TOKENS);
         }
@@ -48,7 +49,7 @@ template <class P> __device__ void find_tile(Shared<P> &s, const int32_t *offset
 /* The same where one expert has all tokens, in their order. */
 template <class P> __device__ void find_tokens(Shared<P> &s, int num_tokens) {
     if (threadIdx.x == 0) {
-        s.expert = 0;
+        s.expert_place = 0;
         s.first = blockIdx.x * TILE_TOKENS;
         s.count = max(min(num_tokens - s.first, TILE_TOKENS), 0);
     }
@@ -67,7 +68,7 @@ template <class P> __device__ void fill_weights(Shared<P> &s, const Job &job, in
         int half = i / PIECES, c = i / 8 % STEP_COLUMNS, eighth = i % 8, column = step * STEP_COLUMNS + c;
         int panel = blockIdx.y * 2 + half;
         bool valid = panel < P::PANELS && column < P::COLUMNS;
-        int64_t index = (int64_t)panel * P::EXPERTS + s.expert;
+        int64_t index = (int64_t)panel * P::STORED + s.expert_place;
         const weight_t *from = job.weights + (index * P::COLUMNS + column) * PANEL_ROWS + eighth * 8;
         cp_async_16(shared_address(s.weights[step % STAGES][half]) + c * 128 + (eighth ^ (c % 8)) * 16,
                     valid ? from : job.weights, valid);
@@ -170,7 +171,7 @@ __device__ void write_outputs(const Shared<P> &s, const Job &job, const float (&
             float upper = acc[tile][i / 2][i % 2], lower = acc[tile][i / 2][i % 2 + 2];
             auto write = [&](int place, float value, float up) {
                 if (place >= P::OUTPUTS) return;
-                float result = finish_output<P>(job, s.expert, place, value, up);
+                float result = finish_output<P>(job, s.expert_place, place, value, up);
                 row[place] = P::ADDS ? row[place] + result : result;
             };
             write(output, upper, lower);
@@ -188,7 +189,7 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
     if constexpr (P::ALL_TOKENS)
         find_tokens(s, *job.num_tokens);
     else
-        find_tile(s, job.offsets);
+        find_tile(s, job);
     if (s.count == 0) return;
     int warp = threadIdx.x / 32, half = warp / 2 % 2, first_token = warp / 4 * 32, token = threadIdx.x / 4;
     const float *row = nullptr;
@@ -214,7 +215,8 @@ template <class P> __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(
 
 template <class P> int start(Model *m, int launch_rows, const Job &job) {
     int tiles = P::ALL_TOKENS ? ceil_div(launch_rows, TILE_TOKENS)
-                              : min_of(NUM_EXPERTS, launch_rows * K) + launch_rows * K / TILE_TOKENS;
+                              : min_of(NUM_EXPERTS, launch_rows * EXPERTS_PER_TOKEN) +
+                                    launch_rows * EXPERTS_PER_TOKEN / TILE_TOKENS;
     dim3 grid(tiles, ceil_div(P::PANELS, 2));
     return launch(m, P::NAME, prefill_kernel<P>, grid, THREADS, sizeof(Shared<P>) + 1024, job);
 }

@@ -2,14 +2,16 @@
  * token's position. A block has some heads of one token: as many as are normed together, of q, of k or of v. */
 #include <cmath>
 
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 #if NUM_HEADS
 
 namespace {
 
 constexpr int PAIRS = HEAD_DIM / 2; /* of a head: the rotated dimensions i and i + HALF, then the others */
-constexpr int HALF = ROPE_KIND == ROPE_DEFAULT ? ROTARY_DIM / 2 : 0;
+constexpr int HALF = ROPE_KIND != ROPE_NONE ? ROTARY_DIM / 2 : 0;
 
 constexpr int heads_of_block() {
     if (QK_NORM == QK_NORM_ALL) return NUM_HEADS;
@@ -23,10 +25,11 @@ constexpr int Q_BLOCKS = ceil_div(NUM_HEADS, HEADS), KV_BLOCKS = ceil_div(NUM_KV
 struct Arguments {
     float *qkv, *q, *keys, *values;
     const float *kv; /* ATTENTION_LATENT: the heads' k but for the rotated part, then their v */
-    const float *q_norm, *k_norm, *frequencies;
+    const float *q_norm, *k_norm, *frequencies, *long_frequencies;
     const Batch *batch;
     LayerCache cache;
-    float eps, clip, factor;
+    float eps, clip, factor, long_factor;
+    uint32_t original_positions;
 };
 
 /* A pair's two places in its head. */
@@ -72,6 +75,10 @@ __device__ void norm_heads(float2 (&x)[PER_THREAD], const float *weight, int cou
 __device__ void query_or_key(const Arguments &a, int token, bool is_q, int first_head, int count) {
     const bool whole = is_q || ATTENTION_KIND != ATTENTION_LATENT;
     int position = a.batch->positions[token], slot = a.batch->slots[token];
+    bool is_long = ROPE_KIND == ROPE_LONG && is_long_rope(a.batch->rope_lengths[token], a.original_positions);
+    const float *frequencies = is_long ? a.long_frequencies : a.frequencies;
+    float factor = is_long ? a.long_factor : a.factor;
+    if (ROPE_KIND == ROPE_DYNAMIC) frequencies += (int64_t)token * HALF;
     float2 x[PER_THREAD];
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
@@ -88,7 +95,7 @@ __device__ void query_or_key(const Arguments &a, int token, bool is_q, int first
         if (pair / PAIRS >= count) continue;
         pair %= PAIRS;
         if (whole) x[i] = {clipped(x[i].x, a.clip), clipped(x[i].y, a.clip)};
-        if (pair < HALF) rotate(x[i], position, a.frequencies[pair], a.factor);
+        if (pair < HALF) rotate(x[i], position, frequencies[pair], factor);
         if (whole) {
             *const_cast<float *>(source(a, token, is_q, head, first_of(pair))) = x[i].x;
             *const_cast<float *>(source(a, token, is_q, head, second_of(pair))) = x[i].y;
@@ -131,8 +138,10 @@ int cuda_rope(Model *m, int num_tokens, int layer) {
     const Layer &weights = m->weights.layers[layer];
     const State &s = m->state;
     Arguments arguments = {s.qkv, s.q, s.key_cache, s.value_cache, s.kv, weights.q_norm, weights.k_norm,
-                           m->weights.rope_frequencies, device_batch(m), layer_cache(m, layer), m->header.norm_eps,
-                           m->header.clip_qkv, m->header.rope_attention_factor};
+                           ROPE_KIND == ROPE_DYNAMIC ? s.dynamic_frequencies : m->weights.rope_frequencies,
+                           m->weights.rope_long_frequencies, device_batch(m), layer_cache(m, layer), m->header.norm_eps,
+                           m->header.clip_qkv, m->header.rope_attention_factor, m->header.rope_long_attention_factor,
+                           m->header.rope_original_positions};
     return launch(m, "rope", rope_kernel, dim3(num_tokens, Q_BLOCKS + 2 * KV_BLOCKS), THREADS, 0, arguments);
 }
 

@@ -1,6 +1,8 @@
 /* The next token of each row of logits, a block a row: the algorithm of host/sample.c. Probabilities are counted in
  * fixed point, so that a sum is the same in any order and the histograms can be filled by atomic adds. */
-#include "common.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "scratch.cuh"
 
 #if NUM_HEADS
 
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(Batch *result, const fl
 
 } // namespace
 
-int cuda_sample(Model *m, int num_logits) {
+int cuda_sample(Model *m, int num_logits, int) {
     return launch(m, "sample", sample_kernel, num_logits, THREADS, 0, m->batch, m->state.logits, device_batch(m));
 }
 

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "common.cuh"
+#include "launch.cuh"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22 /* since Linux 5.14; an older one refuses it, and a page is mapped when it is read */

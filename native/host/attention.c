@@ -17,13 +17,12 @@ static void attend_item(const void *job, long item) {
     int64_t t = item / KV_HEADS;
     int kv_head = item % KV_HEADS, position = m->batch->positions[t];
     int window = a->cache.window, first = window && position >= window ? position - window + 1 : 0;
-    int64_t row = cache_row(a->cache, m->batch->slots[t], kv_head, 0);
+    const Timeline seen = {m->state.key_cache, m->state.value_cache, a->cache, m->batch->slots[t], kv_head};
     for (int i = 0; i < GROUP; i++) {
         int head = ATTENTION_KIND == ATTENTION_MOA ? i * KV_HEADS + kv_head : kv_head * GROUP + i;
         a->kernels->attend(m->state.attention + (t * NUM_HEADS + head) * V_HEAD_DIM, q_row(m, t) + head * HEAD_DIM,
-                           m->state.key_cache + row * HEAD_DIM, m->state.value_cache + row * V_HEAD_DIM,
-                           a->cache.positions, first % a->cache.positions, position - first + 1,
-                           m->header.attention_scale, SINKS ? a->weights->sinks + head : NULL);
+                           &seen, first, position - first + 1, m->header.attention_scale,
+                           SINKS ? a->weights->sinks + head : NULL);
     }
 }
 
@@ -36,30 +35,5 @@ int host_attention(Model *m, int num_tokens, int layer) {
         cost += (double)(window && positions > window ? window : positions) * NUM_HEADS * (HEAD_DIM + V_HEAD_DIM);
     }
     parallel_for(m->num_threads, (long)num_tokens * NUM_KV_HEADS, cost, attend_item, &attention);
-    return 0;
-}
-
-/* MOA's output matrices, an expert a slot: expert_out of the query heads that this expert made. */
-static void moa_out(Model *m, const Layer *layer) {
-    Product p = host_grouped(m);
-    p.panels = layer->attention_experts_out;
-    p.input = m->state.attention;
-    p.input_divisor = 1;
-    p.output = m->state.expert_out;
-    p.columns = NUM_KV_HEADS * HEAD_DIM;
-    p.outputs = HIDDEN;
-    host_product(m, &p);
-}
-
-int host_attention_out(Model *m, int num_tokens, const Layer *layer) {
-    if (ATTENTION_KIND == ATTENTION_MOA) {
-        moa_out(m, layer);
-        host_add_up(m, num_tokens, 1, K, NULL, layer->attention_out_bias);
-        return 0;
-    }
-    host_dense(m, num_tokens, (Product){
-        .panels = layer->attention_out, .input = m->state.attention, .output = m->state.x,
-        .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = layer->attention_out_bias,
-        .scale = m->header.residual_multiplier, .epilogue = ADD});
     return 0;
 }

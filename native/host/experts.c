@@ -1,21 +1,29 @@
-/* The experts of a layer: two grouped products, the mlp that every token takes, and the sum of a token's parts. */
-#include <math.h>
-
+/* The experts of a layer: two grouped products, and the sum of a token's parts. */
 #include "host.h"
 
 Product host_grouped(const Model *m) {
-    return (Product){.num_experts = NUM_EXPERTS, .num_active = *m->state.num_active, .active = m->state.active_experts,
-                     .offsets = m->state.expert_offsets, .assignments = m->state.assignments,
-                     .item_rows = PANEL_ROWS, .item_outputs = PANEL_ROWS, .scale = 1};
+    return (Product){.format = EXPERT_FORMAT, .num_stored = NUM_EXPERTS, .num_active = *m->state.num_active,
+                     .active = m->state.active_experts, .offsets = m->state.expert_offsets,
+                     .assignments = m->state.assignments, .item_rows = PANEL_ROWS, .item_outputs = PANEL_ROWS,
+                     .scale = 1};
 }
 
-int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    (void)num_tokens; /* the offsets count them */
+/* The same of a layer's own experts, each at its place. */
+static Product placed(const Model *m, int layer) {
     Product p = host_grouped(m);
-    p.panels = layer->experts_up;
-    p.bias = EXPERT_BIAS ? layer->experts_up_bias : NULL;
-    p.input = input;
-    p.input_divisor = K;
+    p.num_stored = STORED_EXPERTS;
+    p.place = places(m, layer);
+    return p;
+}
+
+int host_experts_up(Model *m, int num_tokens, int layer) {
+    (void)num_tokens; /* the offsets count them */
+    const Layer *weights = &m->weights.layers[layer];
+    Product p = placed(m, layer);
+    p.panels = weights->experts_up;
+    p.bias = EXPERT_BIAS ? weights->experts_up_bias : NULL;
+    p.input = ffn_input(m);
+    p.input_divisor = EXPERTS_PER_TOKEN;
     p.output = m->state.expert_mid;
     p.columns = HIDDEN;
     p.outputs = FFN;
@@ -25,43 +33,18 @@ int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *i
     return 0;
 }
 
-int host_experts_down(Model *m, int num_tokens, const Layer *layer) {
+int host_experts_down(Model *m, int num_tokens, int layer) {
     (void)num_tokens;
-    Product p = host_grouped(m);
-    p.panels = layer->experts_down;
-    p.bias = EXPERT_BIAS ? layer->experts_down_bias : NULL;
+    const Layer *weights = &m->weights.layers[layer];
+    Product p = placed(m, layer);
+    p.panels = weights->experts_down;
+    p.bias = EXPERT_BIAS ? weights->experts_down_bias : NULL;
     p.input = m->state.expert_mid;
     p.input_divisor = 1;
     p.output = m->state.expert_out;
     p.columns = FFN;
     p.outputs = HIDDEN;
     host_product(m, &p);
-    return 0;
-}
-
-typedef struct Gate {
-    const float *gate, *input; /* (HIDDEN), (*, HIDDEN) */
-    float *rows;               /* (*, HIDDEN), each times sigmoid(gate . its input) */
-} Gate;
-
-static void gate_row(const void *job, long t) {
-    const Gate *g = job;
-    double sum = 0;
-    for (int i = 0; i < HIDDEN; i++) sum += (double)g->gate[i] * g->input[t * HIDDEN + i];
-    float weight = 1.0f / (1.0f + expf(-(float)sum));
-    for (int i = 0; i < HIDDEN; i++) g->rows[t * HIDDEN + i] *= weight;
-}
-
-int host_mlp(Model *m, int num_tokens, const Layer *layer, const float *input) {
-    const int ffn = layer->router ? SHARED_FFN : DENSE_FFN;
-    host_dense(m, num_tokens, (Product){
-        .panels = layer->mlp_up, .input = input, .output = m->state.mlp_mid, .columns = HIDDEN, .outputs = ffn,
-        .scale = 1, .epilogue = ACTIVATE});
-    host_dense(m, num_tokens, (Product){
-        .panels = layer->mlp_down, .input = m->state.mlp_mid, .output = m->state.mlp_out, .columns = ffn,
-        .outputs = HIDDEN, .scale = 1});
-    Gate gate = {layer->shared_gate, input, m->state.mlp_out};
-    if (layer->shared_gate) parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * HIDDEN, gate_row, &gate);
     return 0;
 }
 
@@ -74,7 +57,8 @@ typedef struct Sum {
 static void add_up_token(const void *job, long t) {
     const Sum *s = job;
     const State *state = &s->model->state;
-    const float *weight = state->expert_weights + t * K, *out = state->expert_out + t * K * HIDDEN;
+    const float *weight = state->expert_weights + t * EXPERTS_PER_TOKEN;
+    const float *out = state->expert_out + t * EXPERTS_PER_TOKEN * HIDDEN;
     const float multiplier = s->model->header.residual_multiplier;
     float *x = state->x + t * HIDDEN;
     for (int i = 0; i < HIDDEN; i++) {
@@ -92,8 +76,9 @@ void host_add_up(const Model *m, int num_tokens, int residual, int num_slots, co
     parallel_for(m->num_threads, num_tokens, (double)num_tokens * (num_slots + 1) * HIDDEN, add_up_token, &sum);
 }
 
-int host_combine(Model *m, int num_tokens, const Layer *layer, int residual) {
-    host_add_up(m, num_tokens, residual, layer->router ? K : 0, layer->mlp_up ? m->state.mlp_out : NULL,
-                layer->ffn_out_bias);
+int host_combine(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    host_add_up(m, num_tokens, HAS_RESIDUAL, weights->router ? EXPERTS_PER_TOKEN : 0,
+                weights->mlp_up ? m->state.mlp_out : NULL, weights->ffn_out_bias);
     return 0;
 }

@@ -1,32 +1,5 @@
-/* The host backend's table, its choice of kernels, and the ops that start a step. */
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-
+/* The host backend's table. */
 #include "host.h"
-
-const Kernels *host_kernels(void) {
-    static const Kernels *chosen; /* threads that race here all store the same value */
-    const Kernels *kernels = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
-    if (kernels) return kernels;
-    const char *isa = getenv("COLIBRI_ISA");
-    int automatic = !isa || !*isa;
-    if (!automatic && strcmp(isa, "portable") != 0 && strcmp(isa, "avx2") != 0) {
-        fail("environment: COLIBRI_ISA=%s, expected portable or avx2; unset it to let the machine decide", isa);
-        return NULL;
-    }
-    kernels = &portable_kernels;
-#ifdef __x86_64__
-    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (has_avx2 && (automatic || strcmp(isa, "avx2") == 0)) kernels = &avx2_kernels;
-#endif
-    if (!automatic && strcmp(isa, "avx2") == 0 && kernels == &portable_kernels) {
-        fail("environment: COLIBRI_ISA=avx2, expected portable on a machine without AVX2, FMA and F16C; unset it");
-        return NULL;
-    }
-    __atomic_store_n(&chosen, kernels, __ATOMIC_RELAXED);
-    return kernels;
-}
 
 static const char *name(void) {
     const Kernels *kernels = host_kernels();
@@ -35,64 +8,6 @@ static const char *name(void) {
 
 static int64_t scratch_bytes(void) { return (int64_t)sizeof(float) * MAX_TOKENS * ROTARY_DIM; }
 
-#define CHECK_RANGE(array, i, limit, fix)                                                                \
-    if (b->array[i] < 0 || b->array[i] >= (limit))                                                       \
-        return fail("batch: " #array "[%d]=%d, expected 0 to %d; " fix, i, b->array[i], (int)(limit)-1);
-
-int host_begin(Model *m, int num_tokens) {
-    Batch *b = m->batch;
-    if (!host_kernels()) return -1;
-    if (num_tokens < 1 || num_tokens > MAX_TOKENS || num_tokens != b->num_tokens)
-        return fail("batch: num_tokens=%d in a step of %d, expected the same number from 1 to %d; build with a larger "
-                    "MAX_SEQ_LEN or send fewer tokens", b->num_tokens, num_tokens, MAX_TOKENS);
-    if (b->num_logits < 0 || b->num_logits > num_tokens)
-        return fail("batch: num_logits=%d, expected 0 to num_tokens=%d; ask for each token's logits once at most",
-                    b->num_logits, num_tokens);
-    for (int t = 0; NUM_HEADS && t < num_tokens; t++) {
-        CHECK_RANGE(tokens, t, VOCAB_SIZE, "the text was made for another vocabulary")
-        CHECK_RANGE(slots, t, m->num_slots, "open the model with more sessions")
-        CHECK_RANGE(positions, t, MAX_SEQ_LEN, "the context is full: build with a larger MAX_SEQ_LEN")
-    }
-    int piece = (int)cache_sizes(&m->header, m->header.num_layers).max_piece;
-    for (int t = piece; NUM_HEADS && t < num_tokens; t++)
-        if (b->slots[t] == b->slots[t - piece] && b->positions[t] - b->positions[t - piece] >= piece)
-            return fail("batch: more than %d tokens of slot %d, expected no more in one step of a model with a window; "
-                        "send the rest in another", piece, b->slots[t]);
-    for (int i = 0; i < b->num_logits; i++) CHECK_RANGE(logit_rows, i, num_tokens, "name tokens of this batch")
-    b->fault = 0;
-    if (NUM_HEADS && ROPE_KIND == ROPE_DEFAULT) host_fill_rope_table(m, num_tokens);
-    return 0;
-}
-
-static float to_float(weight_t weight) {
-#if WEIGHT_DTYPE == DTYPE_F32
-    return weight;
-#elif WEIGHT_DTYPE == DTYPE_BF16
-    union { uint32_t u; float f; } bits = {(uint32_t)weight << 16};
-    return bits.f;
-#else
-    int exponent = weight >> 10 & 31, mantissa = weight & 1023;
-    float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                     : ldexpf(exponent ? mantissa + 1024 : mantissa, (exponent ? exponent : 1) - 25);
-    return weight & 0x8000 ? -magnitude : magnitude;
-#endif
-}
-
-int host_embed(Model *m, int num_tokens) {
-    if (!NUM_HEADS) memcpy(m->state.x, m->batch->input, sizeof(float) * HIDDEN * num_tokens);
-    for (int t = 0; NUM_HEADS && t < num_tokens; t++) {
-        int token = m->batch->tokens[t];
-        const weight_t *panel = m->weights.embed + (int64_t)(token / PANEL_ROWS) * HIDDEN * PANEL_ROWS;
-        for (int i = 0; i < HIDDEN; i++)
-            m->state.x[(int64_t)t * HIDDEN + i] =
-                to_float(panel[(int64_t)i * PANEL_ROWS + token % PANEL_ROWS]) * m->header.embedding_multiplier;
-    }
-    return 0;
-}
-
-const Ops host_ops = {
-    .name = name, .scratch_bytes = scratch_bytes, .begin = host_begin, .embed = host_embed,
-    .norm = host_norm, .qkv = host_qkv, .queries = host_queries, .rope = host_rope, .attention = host_attention,
-    .attention_out = host_attention_out, .router = host_router, .mlp = host_mlp, .experts_up = host_experts_up,
-    .experts_down = host_experts_down, .combine = host_combine, .gather_norm = host_gather_norm,
-    .lm_head = host_lm_head, .sample = host_sample};
+#define OP(op, has) .op = (has) ? host_##op : NULL,
+const Ops host_ops = {.name = name, .scratch_bytes = scratch_bytes, OPS(OP)};
+#undef OP

@@ -16,25 +16,29 @@
 
 typedef float PanelSums[PANEL_ROWS];
 
+/* What the caches hold of a slot and kv head in one layer. */
+typedef struct Timeline {
+    const float *keys, *values; /* the caches: rows of HEAD_DIM and V_HEAD_DIM */
+    LayerCache cache;
+    int slot, kv_head;
+} Timeline;
+
 typedef struct Kernels {
     const char *path; /* what colibri_path() says */
-    /* sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK; rows
-     * from num_rows on are not asked for; next is a panel that the thread is likely to read next */
-    void (*weight_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                           PanelSums *sums, const void *next);
-    void (*float_product)(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                          PanelSums *sums, const void *next);
+    /* By format: sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK;
+     * rows from num_rows on are not asked for; next is a panel that the thread is likely to read next */
+    void (*product[NUM_DTYPES])(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
+                                PanelSums *sums, const void *next);
     /* experts_up's activation, in place: PANEL_ROWS values, or with gated experts half as many of the pairs */
     void (*activate)(float *sums, const BinHeader *header);
     /* out = x * rsqrt(mean(x^2) + eps) * weight; (length) each; may be in place */
     void (*rms_norm)(float *out, const float *x, const float *weight, float eps, int length);
     /* the same of x - mean(x), plus bias unless it is NULL */
     void (*layer_norm)(float *out, const float *x, const float *weight, const float *bias, float eps, int length);
-    /* out = softmax(scale * keys q) values; q (HEAD_DIM), out (V_HEAD_DIM), keys (ring, HEAD_DIM), values (ring,
-     * V_HEAD_DIM), of which rows first, first + 1, ... count, num_positions of them, row 0 following row ring - 1.
+    /* out (V_HEAD_DIM) = softmax(scale * keys q) values of num_positions positions from `first` on; q (HEAD_DIM).
      * sink: a logit that joins the softmax and takes no value, or NULL */
-    void (*attend)(float *out, const float *q, const float *keys, const float *values, int ring, int first,
-                   int num_positions, float scale, const float *sink);
+    void (*attend)(float *out, const float *q, const Timeline *seen, int first, int num_positions, float scale,
+                   const float *sink);
     /* the sum of `words` 32-bit words, modulo 2^32 */
     uint32_t (*read_sum)(const uint32_t *data, int64_t words);
     /* runs so many times through independent fused multiply-adds; the number of multiply-adds done */
@@ -55,30 +59,32 @@ void parallel_for(int num_threads, long items, double cost, void (*run)(const vo
 
 /* A product over panels: rows of `input` times the matrices of the experts they are assigned to. */
 typedef struct Product {
-    const void *panels;         /* [row panel][expert][column][PANEL_ROWS] */
+    const void *panels;         /* a matrix as panels.h says */
+    int format;                 /* of the panels: a DTYPE code */
     const float *input;         /* (*, columns) */
     float *output;              /* (*, outputs) */
     int columns;
     int input_stride;           /* of input's rows; 0: columns */
     int outputs;                /* values of one output row */
-    int item_rows;              /* of a panel that a work item takes: all, or a part where is_float */
+    int item_rows;              /* of a panel that a work item takes: all, or PART_ROWS */
     int item_outputs;           /* values of an output row that come of them */
-    int num_experts;            /* in panels */
+    int num_stored;             /* experts in panels */
+    const int32_t *place;       /* (experts), of each in panels and bias; NULL: expert e at place e */
     int num_active;
     const int32_t *active;      /* (num_active) experts */
     const int32_t *offsets;     /* expert e has rows offsets[e] .. offsets[e + 1] */
-    const float *bias;          /* (experts, outputs), of a gated product (experts, gate then up); NULL: none */
+    const float *bias;          /* (num_stored, outputs), gated (num_stored, gate then up); NULL: none */
     float scale;                /* STORE, ADD: of the sum and its bias */
     const int32_t *assignments; /* row r's output row, and its input row after division by input_divisor; NULL: r */
     int input_divisor;
     enum { STORE, ADD, ACTIVATE } epilogue;
-    int is_float;               /* panels of float whatever weight_t is: the router */
 } Product;
 
 void host_product(const Model *m, const Product *product);
-/* output[i] = matrix input[i] of a matrix (outputs, columns) that is no expert's, for i < num_rows */
+/* output[i] = matrix input[i] of a matrix (outputs, columns) that is no expert's, for i < num_rows; item_rows 0: all
+ * of a panel */
 void host_dense(const Model *m, int num_rows, Product product);
-/* The product's fields that follow from the last routing. */
+/* The product's fields that follow from the last routing, for matrices that have all experts. */
 Product host_grouped(const Model *m);
 /* Ids, weights and assignments from `router` (NUM_EXPERTS, HIDDEN) and, where not NULL, its two biases. */
 int host_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
@@ -93,22 +99,6 @@ static inline float *q_row(const Model *m, int64_t t) {
     return OWN_Q ? m->state.q + t * NUM_HEADS * HEAD_DIM : m->state.qkv + t * QKV_ROWS;
 }
 
-int host_begin(Model *m, int num_tokens);
-int host_embed(Model *m, int num_tokens);
-int host_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias);
-int host_qkv(Model *m, int num_tokens, const Layer *layer);
-int host_queries(Model *m, int num_tokens, int layer);
-int host_rope(Model *m, int num_tokens, int layer);
-int host_attention(Model *m, int num_tokens, int layer);
-int host_attention_out(Model *m, int num_tokens, const Layer *layer);
-int host_router(Model *m, int num_tokens, int layer, const float *input);
-int host_mlp(Model *m, int num_tokens, const Layer *layer, const float *input);
-int host_experts_up(Model *m, int num_tokens, const Layer *layer, const float *input);
-int host_experts_down(Model *m, int num_tokens, const Layer *layer);
-int host_combine(Model *m, int num_tokens, const Layer *layer, int residual);
-int host_gather_norm(Model *m, int num_logits);
-int host_lm_head(Model *m, int num_logits);
-int host_sample(Model *m, int num_logits);
 void host_fill_rope_table(const Model *m, int num_tokens);
 
 /* A float's bits, mapped so that unsigned order is the order of numbers, with -0 equal to +0. */

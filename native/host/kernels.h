@@ -49,19 +49,18 @@ INLINE vec load_f16(const uint16_t *p) {
 INLINE vec load_bf16(const uint16_t *p) { return (vec)(load_u16(p) << 16); }
 #endif
 
-/* One vector of the weights at element `index` of a panel. */
-INLINE vec load_weight(const void *panel, int64_t index, int is_float) {
-    if (is_float || WEIGHT_DTYPE == DTYPE_F32) return load((const float *)panel + index);
-    const uint16_t *bits = (const uint16_t *)panel + index;
-    return WEIGHT_DTYPE == DTYPE_F16 ? load_f16(bits) : load_bf16(bits);
+/* A vector of a panel's weights from so many bytes on: the loader of each format. */
+INLINE vec load_weight(const void *panel, int64_t offset, int format) {
+    const void *from = (const char *)panel + offset;
+    return format == DTYPE_F32 ? load(from) : format == DTYPE_F16 ? load_f16(from) : load_bf16(from);
 }
 
 /* sums[t][first_row + ...] += weights x inputs over `columns` columns: `vectors` vectors of rows by `tokens` tokens,
  * both constants where this is inlined, so that the sums live in registers. With `next`, asks for the weights of some
  * columns ahead, at the end for those at next: the processor's own prefetcher starts anew at each panel. */
-INLINE void tile(const void *panel, int is_float, int columns, int first_row, int vectors, int tokens,
+INLINE void tile(const void *panel, int format, int columns, int first_row, int vectors, int tokens,
                  const float *const *in, int first_column, PanelSums *sums, const char *next) {
-    const int64_t element_bytes = is_float ? 4 : sizeof(weight_t), column_bytes = PANEL_ROWS * element_bytes;
+    const int64_t column_bytes = element_offset(format, 1, 0);
     vec sum[8][TILE_TOKENS];
     const float *x[TILE_TOKENS];
     for (int t = 0; t < tokens; t++) x[t] = in[t] + first_column;
@@ -73,11 +72,11 @@ INLINE void tile(const void *panel, int is_float, int columns, int first_row, in
             int ahead = c + PREFETCH_BYTES / (int)column_bytes;
             const char *at = ahead < columns ? (const char *)panel + ahead * column_bytes
                                              : next + (ahead - columns) * column_bytes;
-            for (int byte = 0; byte < vectors * LANES * element_bytes; byte += 64)
-                __builtin_prefetch(at + first_row * element_bytes + byte);
+            for (int byte = 0; byte < element_offset(format, 0, vectors * LANES); byte += 64)
+                __builtin_prefetch(at + element_offset(format, 0, first_row) + byte);
         }
         for (int v = 0; v < vectors; v++)
-            weight[v] = load_weight(panel, (int64_t)c * PANEL_ROWS + first_row + v * LANES, is_float);
+            weight[v] = load_weight(panel, element_offset(format, c, first_row + v * LANES), format);
         for (int t = 0; t < tokens; t++) {
             vec input = splat(x[t][c]);
             for (int v = 0; v < vectors; v++) sum[v][t] = fma_(weight[v], input, sum[v][t]);
@@ -88,11 +87,11 @@ INLINE void tile(const void *panel, int is_float, int columns, int first_row, in
 }
 
 /* All rows of a panel for a tile of 1 to 6 tokens; at least 8 sums in flight hide the latency of the addition. */
-INLINE void tile_rows(const void *panel, int is_float, int columns, int num_rows, int tokens, const float *const *in,
+INLINE void tile_rows(const void *panel, int format, int columns, int num_rows, int tokens, const float *const *in,
                       int first_column, PanelSums *sums, const char *next) {
 #define TILES(vectors, count)                                                                  \
     for (int row = 0; row < num_rows; row += vectors * LANES)                                  \
-        tile(panel, is_float, columns, row, vectors, count, in, first_column, sums, next);
+        tile(panel, format, columns, row, vectors, count, in, first_column, sums, next);
     const int is_part = num_rows <= PART_ROWS; /* perhaps a panel's last rows: wider tiles would read beyond it */
     switch (tokens) {
         case 1: if (is_part) { TILES(2, 1) } else { TILES(8, 1) } break;
@@ -105,45 +104,43 @@ INLINE void tile_rows(const void *panel, int is_float, int columns, int num_rows
 #undef TILES
 }
 
-INLINE void product(const void *panel, int is_float, int columns, int num_rows, int num_tokens, const float *const *in,
+INLINE void product(const void *panel, int format, int columns, int num_rows, int num_tokens, const float *const *in,
                     PanelSums *sums, const void *next) {
     memset(sums, 0, sizeof *sums * num_tokens);
     if (num_tokens <= 3) {
-        tile_rows(panel, is_float, columns, num_rows, num_tokens, in, 0, sums, next);
+        tile_rows(panel, format, columns, num_rows, num_tokens, in, 0, sums, next);
         return;
     }
     float converted[COLUMN_BLOCK * PANEL_ROWS] __attribute__((aligned(64)));
-    int is_converted = !is_float && WEIGHT_DTYPE != DTYPE_F32;
-    const int element_bytes = is_float ? 4 : sizeof(weight_t);
+    int is_converted = format != DTYPE_F32;
     int num_tiles = CEIL_DIV(num_tokens, TILE_TOKENS);
     for (int c = 0; c < columns; c += COLUMN_BLOCK) {
         int block = columns - c < COLUMN_BLOCK ? columns - c : COLUMN_BLOCK;
-        int64_t first = (int64_t)c * PANEL_ROWS;
-        const float *weights = is_converted ? converted : (const float *)panel + first;
+        const char *block_start = (const char *)panel + element_offset(format, c, 0);
+        const void *weights = is_converted ? (const void *)converted : block_start;
         for (int i = 0; is_converted && i < block * PANEL_ROWS; i += LANES)
-            store(&converted[i], load_weight(panel, first + i, is_float));
+            store(&converted[i], load_weight(block_start, element_offset(format, 0, i), format));
         /* the weights that come after this block arrive in the L2 cache while it is worked on */
-        const int lines = COLUMN_BLOCK * PANEL_ROWS * element_bytes / 64;
-        const char *following = c + COLUMN_BLOCK < columns
-            ? (const char *)panel + (first + COLUMN_BLOCK * PANEL_ROWS) * element_bytes : next;
+        const int64_t block_bytes = element_offset(format, COLUMN_BLOCK, 0), lines = block_bytes / 64;
+        const char *following = c + COLUMN_BLOCK < columns ? block_start + block_bytes : next;
         for (int i = 0; i < num_tiles; i++) {
             int from = num_tokens * i / num_tiles, to = num_tokens * (i + 1) / num_tiles;
-            for (int64_t line = (int64_t)lines * i / num_tiles; line < (int64_t)lines * (i + 1) / num_tiles; line++)
+            for (int64_t line = lines * i / num_tiles; line < lines * (i + 1) / num_tiles; line++)
                 __builtin_prefetch(following + line * 64, 0, 2);
-            tile_rows(weights, 1, block, num_rows, to - from, in + from, c, sums + from, NULL);
+            tile_rows(weights, DTYPE_F32, block, num_rows, to - from, in + from, c, sums + from, NULL);
         }
     }
 }
 
-static void weight_product(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                           PanelSums *sums, const void *next) {
-    product(panel, 0, columns, num_rows, num_tokens, in, sums, next);
-}
-
-static void float_product(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                          PanelSums *sums, const void *next) {
-    product(panel, 1, columns, num_rows, num_tokens, in, sums, next);
-}
+#define PRODUCT(name, format)                                                                                         \
+    static void name(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,             \
+                     PanelSums *sums, const void *next) {                                                              \
+        product(panel, format, columns, num_rows, num_tokens, in, sums, next);                                         \
+    }
+PRODUCT(product_f32, DTYPE_F32)
+PRODUCT(product_f16, DTYPE_F16)
+PRODUCT(product_bf16, DTYPE_BF16)
+#undef PRODUCT
 
 /* exp(high + low), within about 2 units in the last place; 0 below -104, inf above 88.73. `low` is small against
  * `high` and carries what does not fit into it. */
@@ -206,7 +203,7 @@ static void activate(float *sums, const BinHeader *header) {
         if (!GATED) {
             store(sums + i, activation(load(sums + i)));
         } else if (i % (2 * GATE_GROUP) < GATE_GROUP) {
-            int out = i / (2 * GATE_GROUP) * GATE_GROUP + i % GATE_GROUP;
+            int out = i / (2 * GATE_GROUP) * GATE_GROUP + i % GATE_GROUP; /* gate_row_of(out) is i */
             vec gate = load(sums + i), up = load(sums + i + GATE_GROUP);
             int is_clamped = ACTIVATION == ACTIVATION_CLAMPED_SWIGLU;
             store(sums + out, is_clamped ? clamped(gate, up, header) : activation(gate) * up);
@@ -247,7 +244,6 @@ static void layer_norm(float *out, const float *x, const float *weight, const fl
 }
 
 #define VECTORS(length) ((length) ? CEIL_DIV(length, LANES) : 1)
-enum { SCORE_BLOCK = 64 };
 
 /* Vector i of a head of so many dimensions; zeros beyond its end. */
 INLINE vec load_head(const float *head, int i, int length) {
@@ -280,29 +276,27 @@ INLINE vec scores(const vec *q, const float *const *keys) {
     return sum[0];
 }
 
-INLINE int64_t ring_row(int row, int ring) { return row < ring ? row : row - ring; }
-
-/* Softmax as it goes, a block of positions after another, so that any context fits into a fixed buffer. */
-static void attend(float *out, const float *q, const float *keys, const float *values, int ring, int first,
-                   int num_positions, float scale, const float *sink) {
-    float score[SCORE_BLOCK] __attribute__((aligned(32)));
+/* Softmax as it goes, CACHE_BLOCK positions after another, so that any context fits into a fixed buffer. */
+static void attend(float *out, const float *q, const Timeline *seen, int first, int num_positions, float scale,
+                   const float *sink) {
+    float score[CACHE_BLOCK] __attribute__((aligned(32)));
     float largest = sink ? *sink : -INFINITY, total = sink ? 1.0f : 0.0f;
     vec query[VECTORS(HEAD_DIM)], sum[VECTORS(V_HEAD_DIM)] = {0};
     for (int d = 0; d < VECTORS(HEAD_DIM); d++) query[d] = load_head(q, d, HEAD_DIM);
-    for (int done = 0; done < num_positions; done += SCORE_BLOCK) {
-        int count = num_positions - done < SCORE_BLOCK ? num_positions - done : SCORE_BLOCK;
-        int start = first + done < ring ? first + done : first + done - ring;
+    for (int done = 0; done < num_positions; done += CACHE_BLOCK) {
+        int count = num_positions - done < CACHE_BLOCK ? num_positions - done : CACHE_BLOCK;
+        const CacheSpan span = cache_span(seen->cache, seen->slot, seen->kv_head, first + done, count);
         float before = largest;
         for (int i = 0; i < count; i += LANES) {
             const float *key[LANES];
             for (int j = 0; j < LANES; j++) /* the last one again instead of keys that are not there */
-                key[j] = keys + ring_row(start + (i + j < count ? i + j : count - 1), ring) * HEAD_DIM;
+                key[j] = seen->keys + span_row(&span, i + j < count ? i + j : count - 1) * HEAD_DIM;
             store(score + i, scores(query, key) * scale);
         }
         for (int i = 0; i < count; i++) largest = score[i] > largest ? score[i] : largest;
-        for (int i = count; i < SCORE_BLOCK; i++) score[i] = -INFINITY; /* whose exponential is 0 */
+        for (int i = count; i < CACHE_BLOCK; i++) score[i] = -INFINITY; /* whose exponential is 0 */
         vec mass = {0};
-        for (int i = 0; i < SCORE_BLOCK; i += LANES) {
+        for (int i = 0; i < CACHE_BLOCK; i += LANES) {
             vec part = exponential(load(score + i) - largest, splat(0.0f));
             store(score + i, part);
             mass += part;
@@ -311,7 +305,7 @@ static void attend(float *out, const float *q, const float *keys, const float *v
         total = total * shrink + add_lanes(mass);
         for (int d = 0; d < VECTORS(V_HEAD_DIM); d++) sum[d] *= shrink;
         for (int i = 0; i < count; i++) {
-            const float *value = values + ring_row(start + i, ring) * V_HEAD_DIM;
+            const float *value = seen->values + span_row(&span, i) * V_HEAD_DIM;
             for (int d = 0; d < VECTORS(V_HEAD_DIM); d++)
                 sum[d] = fma_(splat(score[i]), load_head(value, d, V_HEAD_DIM), sum[d]);
         }
@@ -345,5 +339,5 @@ static int64_t fma_loop(int64_t iterations) {
 }
 
 #define KERNELS(name, path) \
-    const Kernels name = {path,       weight_product, float_product, activate, rms_norm,                               \
-                          layer_norm, attend,         read_sum,      fma_loop}
+    const Kernels name = {path, {[DTYPE_F32] = product_f32, [DTYPE_F16] = product_f16, [DTYPE_BF16] = product_bf16}, \
+                          activate, rms_norm, layer_norm, attend, read_sum, fma_loop}

@@ -1,4 +1,4 @@
-/* Products with panels: the experts' and, as products of one expert, the dense ones. */
+/* Products with panels: the experts' and, as products of one expert, the dense ones; the dense ops. */
 #include "host.h"
 
 /* Work items go expert by expert, panel by panel, chunk of rows by chunk of rows: an expert's inputs stay in the cache
@@ -13,13 +13,12 @@ typedef struct Items {
 } Items;
 
 /* Adds the bias of an item's rows. Gate and up rows alternate in groups of GATE_GROUP; the bias has all gates first. */
-static void add_bias(const Product *p, int expert, int first_output, float *sums) {
+static void add_bias(const Product *p, int place, int first_output, float *sums) {
     const int gated = p->item_outputs < p->item_rows;
-    const float *bias = p->bias + (int64_t)expert * (1 + gated) * p->outputs;
-    for (int row = 0; row < p->item_rows; row++) {
-        int half = gated ? row / GATE_GROUP % 2 : 0;
-        int output = first_output + (gated ? row / (2 * GATE_GROUP) * GATE_GROUP + row % GATE_GROUP : row);
-        if (output < p->outputs) sums[row] += bias[half * p->outputs + output];
+    const float *bias = p->bias + (int64_t)place * (1 + gated) * p->outputs + first_output;
+    for (int i = 0; i < p->item_outputs && first_output + i < p->outputs; i++) {
+        sums[gated ? gate_row_of(i) : i] += bias[i];
+        if (gated) sums[gate_row_of(i) + GATE_GROUP] += bias[p->outputs + i];
     }
 }
 
@@ -33,7 +32,7 @@ static void store_row(const Product *p, float *output, const float *sums, int co
 /* One item: so many outputs of the assignments [from, to). */
 typedef struct Work {
     const char *panel; /* or the part of it from the item's first row on */
-    int expert, first_output, num_outputs;
+    int place, first_output, num_outputs;
     int from, to;
 } Work;
 
@@ -42,13 +41,12 @@ static Work work_of(const Items *items, long item) {
     int active = 0;
     while (item >= items->first[active + 1]) active++;
     int expert = p->active[active], begin = p->offsets[expert], num_rows = p->offsets[expert + 1] - begin;
-    int num_chunks = CEIL_DIV(num_rows, TOKEN_CHUNK);
+    int num_chunks = CEIL_DIV(num_rows, TOKEN_CHUNK), place = p->place ? p->place[expert] : expert;
     int part = (int)((item - items->first[active]) / num_chunks), chunk = (item - items->first[active]) % num_chunks;
     int parts = PANEL_ROWS / p->item_rows, left = p->outputs - part * p->item_outputs;
-    int64_t element = ((int64_t)(part / parts) * p->num_experts + expert) * p->columns * PANEL_ROWS +
-                      part % parts * p->item_rows;
-    return (Work){.panel = (const char *)p->panels + element * (p->is_float ? sizeof(float) : sizeof(weight_t)),
-                  .expert = expert, .first_output = part * p->item_outputs,
+    int64_t offset = panel_offset(p->format, p->columns, p->num_stored, part / parts, place) +
+                     element_offset(p->format, 0, part % parts * p->item_rows);
+    return (Work){.panel = (const char *)p->panels + offset, .place = place, .first_output = part * p->item_outputs,
                   .num_outputs = left < p->item_outputs ? left : p->item_outputs,
                   .from = begin + (int)((int64_t)num_rows * chunk / num_chunks),
                   .to = begin + (int)((int64_t)num_rows * (chunk + 1) / num_chunks)};
@@ -62,16 +60,16 @@ static void run_item(const void *job, long item) {
     const void *next = work_of(items, later).panel;
     const int num_rows = work.to - work.from;
     const int64_t stride = p->input_stride ? p->input_stride : p->columns;
-    const float *in[TOKEN_CHUNK];
+    const float *in[TOKEN_CHUNK] = {NULL};
     PanelSums sums[TOKEN_CHUNK] __attribute__((aligned(64)));
     for (int i = 0; i < num_rows; i++) {
         int row = p->assignments ? p->assignments[work.from + i] : work.from + i;
         in[i] = p->input + (int64_t)(row / p->input_divisor) * stride;
     }
-    (p->is_float ? items->kernels->float_product : items->kernels->weight_product)(
+    items->kernels->product[p->format](
         work.panel, p->columns, p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs, num_rows, in, sums, next);
     for (int i = 0; i < num_rows; i++) {
-        if (p->bias) add_bias(p, work.expert, work.first_output, sums[i]);
+        if (p->bias) add_bias(p, work.place, work.first_output, sums[i]);
         if (p->epilogue == ACTIVATE) items->kernels->activate(sums[i], items->header);
         int64_t row = p->assignments ? p->assignments[work.from + i] : work.from + i;
         store_row(p, p->output + row * p->outputs + work.first_output, sums[i], work.num_outputs);
@@ -93,25 +91,38 @@ void host_product(const Model *m, const Product *p) {
 
 void host_dense(const Model *m, int num_rows, Product p) {
     const int32_t offsets[2] = {0, num_rows}, active[1] = {0};
-    p.item_rows = p.is_float ? PART_ROWS : PANEL_ROWS;
+    if (!p.item_rows) p.item_rows = PANEL_ROWS;
     p.item_outputs = p.epilogue == ACTIVATE ? PANEL_ROWS / (1 + GATED) : p.item_rows;
-    p.num_experts = p.num_active = p.input_divisor = 1;
+    p.num_stored = p.num_active = p.input_divisor = 1;
     p.active = active;
     p.offsets = offsets;
     host_product(m, &p);
 }
 
-int host_qkv(Model *m, int num_tokens, const Layer *layer) {
+int host_qkv(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
     host_dense(m, num_tokens, (Product){
-        .panels = layer->qkv, .input = m->state.normed, .output = m->state.qkv, .columns = HIDDEN,
-        .outputs = QKV_ROWS, .bias = layer->qkv_bias, .scale = 1});
+        .panels = weights->qkv, .format = DENSE_FORMAT, .input = m->state.normed, .output = m->state.qkv, .columns =
+        HIDDEN, .outputs = QKV_ROWS, .bias = weights->qkv_bias, .scale = 1});
     return 0;
 }
 
-int host_lm_head(Model *m, int num_logits) {
+#if ATTENTION_KIND != ATTENTION_MOA
+int host_attention_out(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    host_dense(m, num_tokens, (Product){
+        .panels = weights->attention_out, .format = DENSE_FORMAT, .input = m->state.attention, .output = m->state.x,
+        .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = weights->attention_out_bias, .scale =
+        m->header.residual_multiplier, .epilogue = ADD});
+    return 0;
+}
+#endif
+
+int host_lm_head(Model *m, int num_logits, int layer) {
+    (void)layer;
     host_dense(m, num_logits, (Product){
-        .panels = m->header.tied_embeddings ? m->weights.embed : m->weights.lm_head, .input = m->state.normed,
-        .output = m->state.logits, .columns = HIDDEN, .outputs = VOCAB_SIZE, .bias = m->weights.lm_head_bias,
-        .scale = m->header.logits_multiplier});
+        .panels = m->header.tied_embeddings ? m->weights.embed : m->weights.lm_head, .format = DENSE_FORMAT, .input =
+        m->state.normed, .output = m->state.logits, .columns = HIDDEN, .outputs = VOCAB_SIZE, .bias =
+        m->weights.lm_head_bias, .scale = m->header.logits_multiplier});
     return 0;
 }

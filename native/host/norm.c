@@ -22,16 +22,25 @@ static void norm_row(const void *job, long i) {
         memcpy(out, x, sizeof(float) * HIDDEN);
 }
 
-int host_norm(Model *m, int num_tokens, float *out, const float *x, const float *weight, const float *bias) {
-    Norm norm = {host_kernels(), out, x, weight, bias, m->header.norm_eps, NULL};
-    parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * HIDDEN, norm_row, &norm);
+/* normed[i] of x[i], or of x[rows[i]]. */
+static int norm(Model *m, int num_rows, const float *weight, const float *bias, float eps, const int32_t *rows) {
+    Norm norm = {host_kernels(), m->state.normed, m->state.x, weight, bias, eps, rows};
+    parallel_for(m->num_threads, num_rows, 2.0 * num_rows * HIDDEN, norm_row, &norm);
     return 0;
 }
 
-int host_gather_norm(Model *m, int num_logits) {
+int host_attention_norm(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    return norm(m, num_tokens, weights->attention_norm, weights->attention_norm_bias, m->header.norm_eps, NULL);
+}
+
+int host_ffn_norm(Model *m, int num_tokens, int layer) {
+    const Layer *weights = &m->weights.layers[layer];
+    return norm(m, num_tokens, weights->ffn_norm, weights->ffn_norm_bias, m->header.norm_eps, NULL);
+}
+
+int host_gather_norm(Model *m, int num_logits, int layer) {
+    (void)layer;
     const Weights *w = &m->weights;
-    Norm norm = {host_kernels(), m->state.normed, m->state.x, w->final_norm, w->final_norm_bias,
-                 m->header.final_norm_eps, m->batch->logit_rows};
-    parallel_for(m->num_threads, num_logits, 2.0 * num_logits * HIDDEN, norm_row, &norm);
-    return 0;
+    return norm(m, num_logits, w->final_norm, w->final_norm_bias, m->header.final_norm_eps, m->batch->logit_rows);
 }

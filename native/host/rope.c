@@ -9,13 +9,22 @@
 /* Cosines and sines of this step's positions, once for all layers. The angle is taken in double: a rounding of it
  * would grow with the position. */
 void host_fill_rope_table(const Model *m, int num_tokens) {
-    float *row = rope_table(m), factor = m->header.rope_attention_factor;
-    for (int t = 0; t < num_tokens; t++, row += ROTARY_DIM)
+    const BinHeader *h = &m->header;
+    float *row = rope_table(m);
+    for (int t = 0; t < num_tokens; t++, row += ROTARY_DIM) {
+        int length = m->batch->rope_lengths[t];
+        int is_long = ROPE_KIND == ROPE_LONG && is_long_rope(length, h->rope_original_positions);
+        const float *frequencies = is_long ? m->weights.rope_long_frequencies : m->weights.rope_frequencies;
+        float factor = is_long ? h->rope_long_attention_factor : h->rope_attention_factor;
         for (int i = 0; i < HALF; i++) {
-            double angle = m->batch->positions[t] * (double)m->weights.rope_frequencies[i];
+            float frequency = frequencies[i];
+            if (ROPE_KIND == ROPE_DYNAMIC)
+                frequency = dynamic_frequency(frequency, i, length, h->rope_original_positions, h->rope_dynamic_factor);
+            double angle = m->batch->positions[t] * (double)frequency;
             row[i] = (float)cos(angle) * factor;
             row[HALF + i] = (float)sin(angle) * factor;
         }
+    }
 }
 
 static void rotate(float *head, const float *table) {
@@ -42,7 +51,7 @@ static void prepare(const Rope *r, float *row, int heads, const float *norm, con
         if (QK_NORM == QK_NORM_HEAD && norm) r->kernels->rms_norm(row, row, norm, h->norm_eps, HEAD_DIM);
         for (int i = 0; h->clip_qkv > 0 && i < HEAD_DIM; i++)
             row[i] = fminf(fmaxf(row[i], -h->clip_qkv), h->clip_qkv);
-        if (ROPE_KIND == ROPE_DEFAULT && table) rotate(row, table);
+        if (ROPE_KIND != ROPE_NONE && table) rotate(row, table);
     }
 }
 
@@ -78,44 +87,5 @@ int host_rope(Model *m, int num_tokens, int layer) {
     Rope rope = {m, host_kernels(), &m->weights.layers[layer], layer_cache(m, layer)};
     parallel_for(m->num_threads, num_tokens, 4.0 * num_tokens * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, rope_token,
                  &rope);
-    return 0;
-}
-
-/* Norms of the latents within a row of qkv, in place. */
-static void norm_latents(const void *job, long t) {
-    const Rope *r = job;
-    float eps = r->model->header.latent_norm_eps, *row = r->model->state.qkv + t * QKV_ROWS;
-    if (Q_LORA_RANK) r->kernels->rms_norm(row, row, r->weights->q_a_norm, eps, Q_LORA_RANK);
-    r->kernels->rms_norm(row + QKV_ROWS - ROTARY_DIM - KV_LORA_RANK, row + QKV_ROWS - ROTARY_DIM - KV_LORA_RANK,
-                         r->weights->kv_a_norm, eps, KV_LORA_RANK);
-}
-
-static void latent_queries(Model *m, int num_tokens, int layer) {
-    Rope rope = {m, host_kernels(), &m->weights.layers[layer], layer_cache(m, layer)};
-    parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * (Q_LORA_RANK + KV_LORA_RANK), norm_latents, &rope);
-    if (Q_LORA_RANK)
-        host_dense(m, num_tokens, (Product){
-            .panels = rope.weights->q_b, .input = m->state.qkv, .input_stride = QKV_ROWS, .columns = Q_LORA_RANK,
-            .output = m->state.q, .outputs = NUM_HEADS * HEAD_DIM, .scale = 1});
-    host_dense(m, num_tokens, (Product){
-        .panels = rope.weights->kv_b, .input = m->state.qkv + QKV_ROWS - ROTARY_DIM - KV_LORA_RANK,
-        .input_stride = QKV_ROWS, .columns = KV_LORA_RANK, .output = m->state.kv, .outputs = KV_B_ROWS, .scale = 1});
-}
-
-int host_queries(Model *m, int num_tokens, int layer) {
-    const Layer *weights = &m->weights.layers[layer];
-    if (ATTENTION_KIND == ATTENTION_LATENT) {
-        latent_queries(m, num_tokens, layer);
-        return 0;
-    }
-    TRY(host_route(m, num_tokens, layer, m->state.normed, weights->attention_router, NULL, NULL));
-    Product p = host_grouped(m);
-    p.panels = weights->attention_experts_in;
-    p.input = m->state.normed;
-    p.input_divisor = K;
-    p.output = m->state.q; /* heads of slot 0, then of slot 1, ... */
-    p.columns = HIDDEN;
-    p.outputs = NUM_KV_HEADS * HEAD_DIM;
-    host_product(m, &p);
     return 0;
 }

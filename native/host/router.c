@@ -110,22 +110,22 @@ static void weigh(const float *logits, const int32_t *ids, const BinHeader *h, f
     const int is_sigmoid = ROUTER_KIND == ROUTER_SIGMOID;
     float largest = -INFINITY, total = 0, unit = 1;
     /* Weights that are divided by their sum are taken relative to the largest, so that they cannot all underflow. */
-    for (int i = 0; i < (over_chosen ? K : NUM_EXPERTS); i++) {
+    for (int i = 0; i < (over_chosen ? EXPERTS_PER_TOKEN : NUM_EXPERTS); i++) {
         float logit = logits[over_chosen ? ids[i] : i];
         if (logit > largest) largest = logit;
     }
     for (int e = 0; !over_chosen && e < NUM_EXPERTS; e++) total += expf(logits[e] - largest);
     const float shift = is_sigmoid && over_chosen && largest < 0 ? -largest : 0;
-    for (int slot = 0; slot < K; slot++)
+    for (int slot = 0; slot < EXPERTS_PER_TOKEN; slot++)
         weights[slot] = is_sigmoid ? sigmoid(logits[ids[slot]], shift) : expf(logits[ids[slot]] - largest);
-    for (int slot = 0; over_chosen && slot < K; slot++) total += weights[slot];
+    for (int slot = 0; over_chosen && slot < EXPERTS_PER_TOKEN; slot++) total += weights[slot];
     if (over_chosen && h->renormalize_min > 0 && ROUTER_KIND != ROUTER_TOPK_SOFTMAX) {
         float all = 0; /* what the relative weights are in true scores: `unit` each */
         for (int e = 0; !is_sigmoid && e < NUM_EXPERTS; e++) all += expf(logits[e] - largest);
         unit = is_sigmoid ? expf(-shift) : 1.0f / all;
         if (!(total * unit >= h->renormalize_min)) total = h->renormalize_min / unit;
     }
-    for (int slot = 0; slot < K; slot++) {
+    for (int slot = 0; slot < EXPERTS_PER_TOKEN; slot++) {
         if (over_chosen || !is_sigmoid) weights[slot] /= total;
         weights[slot] *= h->routed_scaling;
     }
@@ -136,7 +136,7 @@ static void weigh(const float *logits, const int32_t *ids, const BinHeader *h, f
 static int sparsemix(const float *logits, float jitter, int32_t *ids, float *weights) {
     float left[NUM_EXPERTS];
     memcpy(left, logits, sizeof left);
-    for (int slot = 0; slot < K; slot++) {
+    for (int slot = 0; slot < EXPERTS_PER_TOKEN; slot++) {
         int best = 0;
         for (int e = 1; e < NUM_EXPERTS; e++)
             if (left[e] > left[best]) best = e;
@@ -163,14 +163,15 @@ static void route_token(const void *job, long t) {
     const Route *route = job;
     const State *s = &route->model->state;
     const float *logits = s->router_logits + t * NUM_EXPERTS;
-    int32_t *ids = s->expert_ids + t * K;
+    int32_t *ids = s->expert_ids + t * EXPERTS_PER_TOKEN;
     float score[NUM_EXPERTS];
     uint64_t keys[UP_TO_LANES(NUM_EXPERTS)] = {0};
     ids[0] = -1;
     for (int e = 0; e < NUM_EXPERTS; e++)
         if (!(logits[e] < INFINITY)) return;
     if (ROUTER_KIND == ROUTER_SPARSEMIXER) {
-        if (!sparsemix(logits, route->model->header.router_jitter, ids, s->expert_weights + t * K)) ids[0] = -1;
+        if (!sparsemix(logits, route->model->header.router_jitter, ids, s->expert_weights + t * EXPERTS_PER_TOKEN))
+            ids[0] = -1;
         return;
     }
     choice_scores(logits, route->bias, score);
@@ -180,16 +181,16 @@ static void route_token(const void *job, long t) {
     for (int e = 0; e < NUM_EXPERTS; e++)
         if (score[e] > -INFINITY) keys[e] = key_of(score[e], e);
     best_of(keys, UP_TO_LANES(NUM_EXPERTS));
-    if (!is_valid(keys[K - 1])) return;
-    for (int slot = 0; slot < K; slot++) ids[slot] = index_of(keys[slot]);
-    weigh(logits, ids, &route->model->header, s->expert_weights + t * K);
+    if (!is_valid(keys[EXPERTS_PER_TOKEN - 1])) return;
+    for (int slot = 0; slot < EXPERTS_PER_TOKEN; slot++) ids[slot] = index_of(keys[slot]);
+    weigh(logits, ids, &route->model->header, s->expert_weights + t * EXPERTS_PER_TOKEN);
 }
 
 /* Sorts assignments by expert, then by token, and counts those of a layer's FFN. */
 static void dispatch(const Model *m, int num_tokens, int layer, int counted) {
     const State *s = &m->state;
     int32_t next[NUM_EXPERTS] = {0}, active = 0;
-    for (int i = 0; i < num_tokens * K; i++) next[s->expert_ids[i]]++;
+    for (int i = 0; i < num_tokens * EXPERTS_PER_TOKEN; i++) next[s->expert_ids[i]]++;
     s->expert_offsets[0] = 0;
     for (int e = 0; e < NUM_EXPERTS; e++) {
         int32_t count = next[e];
@@ -200,30 +201,36 @@ static void dispatch(const Model *m, int num_tokens, int layer, int counted) {
     }
     *s->num_active = active;
     if (counted) *s->experts_read += active;
-    for (int i = 0; i < num_tokens * K; i++) s->assignments[next[s->expert_ids[i]]++] = i;
+    for (int i = 0; i < num_tokens * EXPERTS_PER_TOKEN; i++) s->assignments[next[s->expert_ids[i]]++] = i;
+}
+
+static int fault(Model *m, int kind, int layer, int which) {
+    m->batch->fault = kind;
+    m->batch->fault_layer = layer;
+    m->batch->fault_token = which;
+    return colibri_check(m);
 }
 
 int host_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
                const float *correction) {
     host_dense(m, num_tokens, (Product){
-        .panels = router, .is_float = 1, .input = input, .output = m->state.router_logits, .bias = logit_bias,
-        .columns = HIDDEN, .outputs = NUM_EXPERTS, .scale = 1});
+        .panels = router, .format = DTYPE_F32, .item_rows = PART_ROWS, .input = input, .output = m->state.router_logits,
+        .bias = logit_bias, .columns = HIDDEN, .outputs = NUM_EXPERTS, .scale = 1});
     Route route = {m, correction};
     double cost = 2000.0 * num_tokens * CEIL_DIV(NUM_EXPERTS, SORT_LANES);
     parallel_for(m->num_threads, num_tokens, cost, route_token, &route);
     for (int t = 0; t < num_tokens; t++)
-        if (m->state.expert_ids[(int64_t)t * K] < 0) {
-            m->batch->fault = FAULT_ROUTER_LOGIT;
-            m->batch->fault_layer = layer;
-            m->batch->fault_token = t;
-            return colibri_check(m);
-        }
+        if (m->state.expert_ids[(int64_t)t * EXPERTS_PER_TOKEN] < 0) return fault(m, FAULT_ROUTER_LOGIT, layer, t);
     dispatch(m, num_tokens, layer, router == m->weights.layers[layer].router);
     return 0;
 }
 
-int host_router(Model *m, int num_tokens, int layer, const float *input) {
+int host_router(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
-    return host_route(m, num_tokens, layer, input, weights->router, weights->router_logit_bias,
-                      ROUTER_BIAS ? weights->router_bias : NULL);
+    TRY(host_route(m, num_tokens, layer, ffn_input(m), weights->router, weights->router_logit_bias,
+                   ROUTER_BIAS ? weights->router_bias : NULL));
+    for (int i = 0; i < *m->state.num_active; i++)
+        if (places(m, layer)[m->state.active_experts[i]] < 0)
+            return fault(m, FAULT_EXPERT, layer, m->state.active_experts[i]);
+    return 0;
 }

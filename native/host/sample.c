@@ -98,7 +98,8 @@ static void sample_row(const void *job, long i) {
     b->sampled[i] = row.temperature > 0 ? draw(&row, b->top_k[i], b->top_p[i], b->uniform[i]) : best;
 }
 
-int host_sample(Model *m, int num_logits) {
+int host_sample(Model *m, int num_logits, int layer) {
+    (void)layer;
     Batch *b = m->batch;
     if (!b->sample) return 0;
     parallel_for(m->num_threads, num_logits, 50.0 * num_logits * VOCAB_SIZE, sample_row, m);

@@ -1,13 +1,17 @@
-/* A warp's ring of panel pieces in shared memory, filled by asynchronous copies: by the bulk copy engine on sm_90 and
- * later, by cp.async before. Both leave a piece of CHUNK columns as [column][64 rows], the eighths of a column's 128
- * bytes swizzled: eighth p of column c is at place p ^ (c % 8), so that ldmatrix meets no bank twice. Columns past the
- * last are zeros. PORTABLE_COPY takes cp.async everywhere. */
-#ifndef COLIBRI_CUDA_RING_CUH
-#define COLIBRI_CUDA_RING_CUH
+/* What products share: the weights' pieces and tiles, what a product reads and writes, and how its outputs end.
+ *
+ * A warp has a ring of panel pieces in shared memory, filled by asynchronous copies: by the bulk copy engine on sm_90
+ * and later, by cp.async before. Both leave a piece of CHUNK columns as [column][64 rows], the eighths of a column's
+ * 128 bytes swizzled: eighth p of column c is at place p ^ (c % 8), so that ldmatrix meets no bank twice. Columns past
+ * the last are zeros. PORTABLE_COPY takes cp.async everywhere. */
+#ifndef COLIBRI_CUDA_TILES_CUH
+#define COLIBRI_CUDA_TILES_CUH
 
 #include <cuda.h>
 
-#include "common.cuh"
+#include "../error.h"
+#include "ptx.cuh"
+#include "scratch.cuh"
 
 #if CUDA_ARCH >= 90 && !defined(PORTABLE_COPY)
 #define BULK_COPY 1
@@ -73,11 +77,9 @@ struct Ring {
     __device__ void begin(const Panels &panels) {
 #if BULK_COPY
         if (threadIdx.x % 32 == 0) {
-            for (int i = 0; i < RING_STAGES; i++)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 8) : "memory");
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&panels.map) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            for (int i = 0; i < RING_STAGES; i++) begin_barrier(barriers + i * 8);
+            prefetch_tensor_map(&panels.map);
+            publish_barriers();
         }
         __syncwarp();
 #endif
@@ -89,13 +91,9 @@ struct Ring {
 #if BULK_COPY
         if (wanted && threadIdx.x % 32 == 0) {
             uint32_t full = barriers + filled * 8;
-            uint64_t policy; /* weights are read once: what is read again keeps its place in the L2 cache */
-            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" 
-                         ::"r"(full), "r"(CHUNK_BYTES) : "memory");
-            asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                         "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(stage), "l"(&panels.map), "r"(0), "r"(column),
-                         "r"(index), "r"(full), "l"(policy) : "memory");
+            uint64_t once = evict_first(); /* weights are: what is read again keeps its place in the L2 cache */
+            expect_bytes(full, CHUNK_BYTES);
+            copy_box(stage, &panels.map, 0, column, index, full, once);
         }
 #else
         int lane = threadIdx.x % 32, eighth = lane % 8;
@@ -112,10 +110,7 @@ struct Ring {
     /* Waits for the next piece; its shared address. */
     __device__ __forceinline__ uint32_t next() {
 #if BULK_COPY
-        uint32_t full = barriers + used * 8;
-        asm volatile("{\n .reg .pred arrived;\n"
-                     "again_%=: mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
-                     "@!arrived bra again_%=;\n}" ::"r"(full), "r"(phase) : "memory");
+        wait_barrier(barriers + used * 8, phase);
 #else
         cp_async_wait<RING_STAGES - 1>();
         __syncwarp();
@@ -131,6 +126,59 @@ struct Ring {
 __device__ __forceinline__ void load_tile(uint32_t (&a)[4], uint32_t stage, int tile, int step) {
     int lane = threadIdx.x % 32, column = step * 16 + lane % 8 + lane / 16 * 8, eighth = tile * 2 + lane / 8 % 2;
     load_matrices_transposed(a, stage + column * 128 + (eighth ^ (lane % 8)) * 16);
+}
+
+/* What one product reads and writes. */
+struct Job {
+    const weight_t *weights;
+    const float *bias;          /* (STORED, OUTPUTS), gated all gates, then all ups of an expert; or NULL */
+    const float *input;         /* (num_tokens or num_tokens * k, STRIDE), at column FIRST */
+    float *output;              /* (num_tokens * k, OUTPUTS), where all tokens are one expert's (num_tokens, OUTPUTS) */
+    float scale;
+    Swiglu swiglu;
+    const int32_t *num_tokens;
+    const int32_t *offsets;     /* (NUM_EXPERTS + 1) */
+    const int32_t *assignments; /* (num_tokens * k) */
+    float *partials;            /* (SPLITS, ASSIGNMENTS, PANELS * PANEL_ROWS) */
+    int32_t *arrived;           /* (tiles, PANELS) */
+    int32_t *next_item;         /* the first that no block has taken, apart from each one's first */
+    int32_t *done_blocks;
+    const int32_t *place = nullptr; /* (NUM_EXPERTS), of each expert in weights and bias; NULL: expert e at place e */
+};
+
+/* An expert without a place is a fault of the router's; what is read in its stead goes nowhere. */
+__device__ __forceinline__ int place_of(const Job &job, int expert) {
+    return job.place ? max(job.place[expert], 0) : expert;
+}
+
+template <class P>
+Job job_of(Model *m, const void *weights, const float *bias, const float *input, float *output) {
+    Scratch *scratch = scratch_of(m);
+    return {(const weight_t *)weights, bias, input + P::FIRST, output, 1.0f, swiglu_of(m), &device_batch(m)->num_tokens,
+            m->state.expert_offsets, m->state.assignments, scratch->partials, scratch->arrived,
+            &scratch->next_item, &scratch->done_blocks};
+}
+
+/* An output of its sum, gated its sums. */
+template <class P>
+__device__ __forceinline__ float finish_output(const Job &job, int expert, int output, float value, float up) {
+    if (P::HAS_BIAS && job.bias) {
+        const float *bias = job.bias + (int64_t)expert * (P::IS_GATED ? 2 : 1) * P::OUTPUTS;
+        bias += min(output, P::OUTPUTS - 1);
+        value += bias[0];
+        if (P::IS_GATED) up += bias[P::OUTPUTS];
+    }
+    if (P::IS_DENSE) return job.scale * value;
+    if (P::IS_GATED) return activate_gated(value, up, job.swiglu);
+    return P::ACTIVATES ? activate(value) : value;
+}
+
+/* Two neighbouring inputs as weights; where P::IS_DENSE, `low` is what the rounding took off. */
+template <class P> __device__ __forceinline__ void split_inputs(uint32_t &high, uint32_t &low, float x, float y) {
+    high = to_weights(x, y);
+    if (!P::IS_DENSE) return;
+    float2 rounded = to_float2(high);
+    low = to_weights(x - rounded.x, y - rounded.y);
 }
 
 #endif
