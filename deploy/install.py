@@ -30,11 +30,11 @@ def check_python(version, needed):
 
 
 def run(fix, *command):
-    """Runs a command, silent unless it fails: the first error in its output is then the cause."""
+    """Runs a command, silent unless it fails: the first error in its output, or all of it, is then the cause."""
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         lines = [line.strip() for line in done.stdout.split("\n") if line.strip()] or [f"status={done.returncode}"]
-        cause = next((line for line in lines if line.startswith("ERROR: ")), lines[0])
+        cause = next((line for line in lines if line.startswith("ERROR: ")), " ".join(lines))
         stop(f"{' '.join(command)}: {cause}, expected success; {fix}")
 
 

@@ -38,7 +38,7 @@ def test_a_python_without_venv(capsys, monkeypatch, module):
 
 
 @pytest.mark.parametrize("output, cause", [
-    ("WARNING: Retrying\\n  x\\nERROR: no versions\\nERROR: others", "ERROR: no versions"), ("\\n  alone\\n", "alone"),
+    ("WARNING: Retrying\\n  x\\nERROR: no versions\\nERROR: others", "ERROR: no versions"), ("\\n  two\\nlines\\n", "two lines"),
     ("", "status=3")])
 def test_a_command_that_fails(capsys, output, cause):
     command = (sys.executable, "-c", f"import sys; print('{output}'); sys.exit(3)")
