@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "report": ("errors",), "text": ("errors",), "arrays": ("errors",), "listen": ("errors",), "log": (), "stdio": (),
     "intake": (), "metrics": ("report",), "requests": ("arrays", "engine", "report", "text", "errors"),
     "scheduler": ("engine", "requests", "errors"), "connection": ("intake", "requests"),
-    "http": ("connection", "metrics", "requests", "errors"),
+    "openai": ("requests",), "http": ("connection", "metrics", "openai", "requests", "errors"),
     "server": ("arrays", "connection", "http", "intake", "listen", "log", "metrics", "requests", "scheduler", "stdio",
                "errors"),
     "serve": ("build", "engine", "listen", "scheduler", "http", "server", "errors"),
