@@ -59,7 +59,7 @@ class Http(Connection):
         return count == 0
 
     def check(self, now):
-        """Also notices a client that leaves while no more of its requests are read."""
+        """Checks as others do, and notices a client that leaves while no more of its requests are read."""
         super().check(now)
         if self.is_sated and not self.is_closing:
             poll = select.poll()
@@ -178,7 +178,7 @@ class Http(Connection):
         return [("connection", "close")] if must_close else []
 
     def _end(self):
-        """The response is whole: the next request's turn."""
+        """Ends the response: it is the next request's turn."""
         self.write(self._h11.send(h11.EndOfMessage()))
         if self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE:
             self._h11.start_next_cycle()

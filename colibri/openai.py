@@ -37,7 +37,7 @@ class Answer:
         self._event = json.dumps({**self._fields, "choices": [self._choice(mark, None)]}).split(json.dumps(mark))
 
     def _values(self, body):
-        """The fields of a request; null is a field left out."""
+        """Returns the fields of a request; null is a field left out."""
         values, renamed, source = {"id": self.id}, RENAMED[self._path], INPUT[self._path]
         known = ("model", source, "stream_options", "user", *renamed, *NEUTRAL)
         for name, value in body.items():
@@ -85,7 +85,7 @@ class Answer:
         return {**self._fields, "choices": [self._choice(self._text(), self.request.finish)], "usage": self._usage()}
 
     def events(self):
-        """The data of the server-sent events that are due, JSON as bytes."""
+        """Yields the data of the server-sent events that are due, JSON as bytes."""
         request, is_first, self.has_begun = self.request, not self.has_begun, True
         if is_first and self._is_chat:
             choice = {**self._choice("", None), "delta": {"role": "assistant", "content": ""}}
@@ -102,7 +102,7 @@ class Answer:
             yield b"[DONE]"
 
     def _piece(self):
-        """The text that is new; token numbers stand in it with a blank between two, as in a text run."""
+        """Returns the text that is new; token numbers stand in it with a blank between two, as in a text run."""
         request, is_first = self.request, not self.request.told
         news = request.news()
         if request.used:
@@ -137,7 +137,7 @@ def _include_usage(body):
 
 
 def _prompt(prompt):
-    """(field, value) of OpenAI's prompt, which may be text, tokens, or a list of one of these."""
+    """Returns (field, value) of OpenAI's prompt, which may be text, tokens, or a list of one of these."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
@@ -146,7 +146,7 @@ def _prompt(prompt):
 
 
 def transcript(messages):
-    """The messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
+    """Returns the messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
     if not isinstance(messages, list) or not messages:
         raise Refused("messages: expected a list of at least one message")
     lines = []
@@ -162,7 +162,7 @@ def transcript(messages):
 
 
 def _content(content, where):
-    """Text, or a list of parts that are text."""
+    """Returns text, of which content may be a list of parts."""
     if isinstance(content, list) and all(
             isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
             and isinstance(part["text"], str) for part in content):

@@ -9,7 +9,8 @@ import struct
 
 import numpy as np
 
-from colibri.errors import ColibriError, writing_stdout
+from colibri.errors import ColibriError
+from colibri.program import writing_stdout
 from converter import bin_writer, interleave, sources
 from converter.mapped import map_file
 from converter.pt_reader import Storage, Tensor
@@ -82,7 +83,7 @@ def convert(family, fields, bound, options):
            f"{experts} expert{'s' if experts != 1 else ''}, k={fields['k']}")
 
 
-@writing_stdout("report")
+@writing_stdout()
 def _print(text):
     print(text)
 

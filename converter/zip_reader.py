@@ -8,7 +8,7 @@ import itertools
 import struct
 from collections import namedtuple
 
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, printable
 
 STORED, DEFLATED = 0, 8
 END = struct.Struct("<4s4H2IH")
@@ -121,8 +121,3 @@ def _local_header(data, path, record, offset):
 def shown(name):
     """A name from the file, safe to print on one line."""
     return printable(name[:200])
-
-
-def printable(line):
-    """A line without control characters, which a terminal would obey, and without surrogates."""
-    return line if line.isprintable() else line.encode("unicode_escape").decode()
