@@ -57,8 +57,8 @@ class Request:
     """One request and how it goes. Times are time.monotonic()'s seconds.
 
     The thread that made it sets the fields up to `cancelled`. The scheduler's sets those from `session` on, and
-    `finish` last: one of FINISHES, "error" where there is an `error`. Meanwhile the first thread tells of tokens; it goes by
-    `finish` only where `is_over` is set, and then once. It ends what the scheduler never gets.
+    `finish` last: one of FINISHES, "error" where there is an `error`. Meanwhile the first thread tells of tokens. It
+    goes by `finish` only where `is_over` is set, and then once. It ends what the scheduler never gets.
     """
 
     id: object
