@@ -2,7 +2,7 @@
 
 import sys
 
-from colibri.errors import guard_imports
+from colibri.program import guard_imports
 
 if sys.argv[0] == "-m":  # python -m bench.NAME, whose imports come next
     guard_imports("python -m bench")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.program import Parser, amount, count, run
+from bench.program import amount, count, make_parser, run
 
 EXPERTS, HIDDEN, FFN = 32, 1024, 3584
 LAYER_BYTES = 2 * EXPERTS * 2 * HIDDEN * FFN
@@ -108,7 +108,7 @@ def measure(command, output):
 
 
 def main():
-    parser = Parser("convert", __doc__)
+    parser = make_parser("convert", __doc__)
     parser.add_argument("--gib", type=amount, default=1, metavar="N",
                         help="least size of the checkpoint, in whole layers (default 1)")
     parser.add_argument("--sharded", action="store_true", help="a folder of safetensors instead of a .pt")

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from bench.kernels import save
-from bench.program import ROOT, Parser, count, example_model, run
+from bench.program import ROOT, count, example_model, make_parser, run
 from colibri import gpu
 from colibri.engine import DISPATCH, Engine, Sampler
 
@@ -132,7 +132,7 @@ def write_large(path):
 
 
 def main():
-    parser = Parser("dispatch", __doc__)
+    parser = make_parser("dispatch", __doc__)
     parser.add_argument("--model", default="moe-32.bin", help="default: moe-32.bin, made where it is missing")
     parser.add_argument("--steps", type=count, default=300, metavar="N")
     parser.add_argument("--memory-steps", type=count, metavar="N")

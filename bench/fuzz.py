@@ -24,11 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.program import ROOT, Parser, Seconds, amount, run
+from bench.program import ROOT, Seconds, amount, make_parser, run
 from colibri import build, headers, requests
 from colibri.checkpoint import FLAGS, FLOATS, Checkpoint
 from colibri.engine import Engine, Sampler
 from colibri.errors import ColibriError
+from colibri.program import integer
 from converter import bin_writer
 
 SECONDS = 300
@@ -381,11 +382,11 @@ TARGETS = {"bin": (fuzz_bin, lambda _: None), "step": (fuzz_step, prepare_step),
 
 
 def main():
-    parser = Parser("fuzz", __doc__)
+    parser = make_parser("fuzz", __doc__)
     parser.add_argument("targets", nargs="*", metavar="|".join(TARGETS), help="default: all")
     parser.add_argument("--seconds", type=amount, default=SECONDS, help=f"for all targets together (default {SECONDS})")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
+    parser.add_argument("--seed", type=integer(0), default=1)
+    parser.add_argument("--first", type=integer(0), default=0, metavar="N", help="number of the first case")
     options = parser.parse_args()
     names = options.targets or list(TARGETS)
     if unknown := [name for name in names if name not in TARGETS]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.program import Parser, count, run
+from bench.program import count, make_parser, run
 from colibri.headers import NATIVE, default
 from colibri.native import Library
 
@@ -152,7 +152,7 @@ def measurements(stack, rounds):
 
 
 def main():
-    parser = Parser("host", __doc__)
+    parser = make_parser("host", __doc__)
     parser.add_argument("--rounds", type=count, default=20, metavar="N")
     rounds = parser.parse_args().rounds
     stack = Stack()

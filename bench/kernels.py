@@ -27,11 +27,12 @@ from pathlib import Path
 import numpy as np
 from cuda.bindings import nvrtc
 
-from bench.program import ROOT, Parser, count, names, run, several
+from bench.program import ROOT, count, make_parser, run, several
 from colibri.errors import ColibriError
 from colibri.gpu import arch, call, driver, properties
 from colibri.headers import default, stored_elements
 from colibri.native import Library
+from colibri.program import choice
 
 COLUMNS = ("date", "machine", "bench", "case", "metric", "value", "unit", "command")
 # What a library needs besides a shape: bf16 weights, SiLU; the smallest attention, so that the block's input stays.
@@ -372,13 +373,13 @@ def measure_shape(bench, shape, tokens, ops, read, product):
 
 
 def main():
-    parser = Parser("kernels", __doc__)
-    parser.add_argument("--shape", choices=SHAPES)
+    parser = make_parser("kernels", __doc__)
+    parser.add_argument("--shape", type=choice(SHAPES), metavar="|".join(SHAPES))
     parser.add_argument("--tokens", type=several(count), default=[1, 4, 16, 32], metavar="N,N,...")
     parser.add_argument("--positions", type=count, default=512, metavar="N",
                         help="that a token sees, up to the library's MAX_SEQ_LEN (--extra)")
     parser.add_argument("--extra", default="")
-    parser.add_argument("--ops", type=names(OPS), metavar="NAME,...",
+    parser.add_argument("--ops", type=several(choice(OPS)), metavar="NAME,...",
                         help=f"of {', '.join(OPS)}; default: those that the shape is for")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()

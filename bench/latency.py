@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 
-from bench.program import Parser, count, example_model, run, several
+from bench.program import count, example_model, make_parser, run, several
 
 COLUMNS = ["batch_size", "seq_len", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "ttft_max_ms", "itl_p50_ms",
            "itl_p90_ms", "itl_p99_ms", "itl_max_ms", "decode_tokens_per_s", "prefill_tokens_per_s",
@@ -20,7 +20,7 @@ COLUMNS = ["batch_size", "seq_len", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms",
 
 
 def parse():
-    parser = Parser("latency", __doc__)
+    parser = make_parser("latency", __doc__)
     parser.add_argument("model", nargs="?", default="moe-32.bin", help="default: moe-32.bin")
     parser.add_argument("--batch-sizes", type=several(count), default=[1, 4, 16, 32], metavar="N,N,...")
     parser.add_argument("--seq-lens", type=several(count), default=[128, 512], metavar="N,N,...")

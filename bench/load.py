@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 from bench.latency import plain
-from bench.program import Parser, amount, example_model, run, several
+from bench.program import amount, example_model, make_parser, run, several
 from bench.service import Service
 from colibri.errors import ColibriError
 
@@ -144,7 +144,7 @@ def draw(rows, path):
 
 
 def main():
-    parser = Parser("load", __doc__)
+    parser = make_parser("load", __doc__)
     parser.add_argument("model", nargs="?", default="moe-32.bin", help="default: moe-32.bin")
     parser.add_argument("--seconds", type=amount, default=20, metavar="N", help="of each load (default 20)")
     parser.add_argument("--rates", type=several(amount), metavar="R,R,...",

@@ -19,7 +19,7 @@ except ImportError:
     torch = None
 
 from bench import kernels
-from bench.program import Parser, run
+from bench.program import make_parser, run
 from colibri.errors import ColibriError
 
 
@@ -66,7 +66,7 @@ def time_blocks(blocks, tokens, hidden):
 
 
 def main():
-    parser = Parser("peers", __doc__)
+    parser = make_parser("peers", __doc__)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows there")
     arguments = parser.parse_args()
     if torch is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.latency import plain
-from bench.program import ROOT, Parser, amount, count, run
+from bench.program import ROOT, amount, count, make_parser, run
 from bench.serve import load
 from bench.service import Lines, Service
 from colibri.errors import ColibriError
@@ -114,7 +114,7 @@ def gaps(service, line, seconds):
 
 
 def main():
-    parser = Parser("refused", __doc__)
+    parser = make_parser("refused", __doc__)
     parser.add_argument("--rounds", type=count, default=5, metavar="N", help="of each kind (default 5)")
     parser.add_argument("--seconds", type=amount, default=4, metavar="N", help="of a round (default 4)")
     options = parser.parse_args()

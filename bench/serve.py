@@ -16,7 +16,7 @@ import sys
 import time
 
 from bench.latency import plain
-from bench.program import Parser, amount, count, example_model, run, several
+from bench.program import amount, count, example_model, make_parser, run, several
 from bench.service import Service
 from colibri.report import percentile
 
@@ -111,7 +111,7 @@ def long_prompts(address):
 
 
 def parse():
-    parser = Parser("serve", __doc__)
+    parser = make_parser("serve", __doc__)
     parser.add_argument("model", nargs="?", default="moe-32.bin", help="default: moe-32.bin")
     parser.add_argument("--clients", type=several(count), default=[1, 4, 8, 16, 32], metavar="N,N,...")
     parser.add_argument("--chunks", type=several(count), default=[512, 128, 64, 32, 16], metavar="N,N,...")

@@ -30,8 +30,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.program import ROOT, Parser, Seconds, amount, count, example_model, run
+from bench.program import ROOT, Seconds, amount, count, example_model, make_parser, run
 from bench.service import Lines, Service
+from colibri.program import integer
 
 CATALOGUE = 60          # requests
 CONTEXT = 512           # tokens that no request goes beyond
@@ -389,12 +390,12 @@ def summary(options, reports, memory, slots, stops):
 
 
 def main(arguments=None):
-    parser = Parser("soak", __doc__)
+    parser = make_parser("soak", __doc__)
     parser.add_argument("--soak", type=amount, default=20, metavar="MINUTES",
                         help="how long (default 20); in less than 3 what the allocator keeps can look like growth")
     parser.add_argument("--clients", type=count, default=16, metavar="N", help="at once (default 16)")
     parser.add_argument("--model", default="moe-32.bin")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
     parser.add_argument("--slots", type=count, default=16, help="the service's --batch-size (default 16)")
     parser.add_argument("--client", nargs=7, help=argparse.SUPPRESS)

@@ -20,7 +20,7 @@ _unfinished, _making = set(), threading.Lock()  # names of the temporary files o
 
 
 def check_regular(path, where, what):
-    """That a file is there and is no folder, pipe or device, which could keep a reader for ever."""
+    """Checks that a file is there and is no folder, pipe or device, which could keep a reader for ever."""
     kind = os.stat(path).st_mode
     if not stat.S_ISREG(kind):
         got = "directory" if stat.S_ISDIR(kind) else "special file"
@@ -33,13 +33,13 @@ def check_output(path, where):
 
 
 def check_replaceable(path, where):
-    """That nothing is there, or a file: a rename would put a file in the place of a device or a socket."""
+    """Checks that nothing is there, or a file: a rename would put a file in the place of a device or a socket."""
     with contextlib.suppress(FileNotFoundError):
         check_regular(path, where, "or a new name")
 
 
 def read_array(path, checkpoint):
-    """The checked hidden states of a file, mapped."""
+    """Returns the checked hidden states of a file, mapped."""
     hidden, vocab_size = (checkpoint.header[name] for name in ("hidden", "vocab_size"))
     if vocab_size:
         raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size}, expected 0 for --input, a bare stack of MoE "
@@ -60,7 +60,7 @@ def read_array(path, checkpoint):
 
 
 def _map_array(path):
-    """numpy.load of an .npy, and of nothing else that it reads."""
+    """Maps an .npy with numpy.load, and nothing else that it reads."""
     with open(path, "rb") as file:
         if file.read(6) != b"\x93NUMPY":
             raise ValueError
@@ -70,7 +70,7 @@ def _map_array(path):
 
 
 def check_rows(path, rows, first):
-    """That rows, of which the first is number `first` of the file, are finite."""
+    """Checks that rows, of which the first is number `first` of the file, are finite."""
     finite = np.isfinite(rows)
     if not finite.all():
         row = first + int(np.argmin(finite.all(axis=1)))
@@ -153,7 +153,7 @@ class Rows:
             raise self._full(error) from None
 
     def read(self, start, count):
-        """Rows [start, start + count), as many as there are."""
+        """Returns rows [start, start + count), as many as there are."""
         count = min(count, len(self) - start)
         row_bytes = self.shape[1] * self._dtype.itemsize
         try:
@@ -186,7 +186,7 @@ class Rows:
         self.close()
 
     def close(self):
-        """Of what end() did not finish, nothing is left. Harmless twice."""
+        """Removes what end() did not finish. Harmless twice."""
         if self._input is not None:
             os.close(self._input)
         if self._temporary:
@@ -202,7 +202,7 @@ class Rows:
 
 
 def abandon():
-    """Before the process ends in the midst of its work: removes what any Rows has half written. No other can begin."""
+    """Removes what any Rows has half written, before the process ends in the midst of its work. No other can begin."""
     _making.acquire(timeout=ABANDON_SECONDS)
     for name in list(_unfinished):
         with contextlib.suppress(OSError):

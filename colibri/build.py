@@ -6,7 +6,8 @@ name only what differs from native/config.h's defaults, so `make` and the model 
 library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
 """
 
-from colibri.errors import ColibriError, guard_imports, imports_done
+from colibri.errors import ColibriError
+from colibri.program import guard_imports, run
 
 if __name__ == "__main__":
     guard_imports("python -m colibri.build")
@@ -242,9 +243,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    try:
-        imports_done()
-        main(sys.argv[1:])
-    except ColibriError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run(lambda: main(sys.argv[1:])))

@@ -91,7 +91,7 @@ class Checkpoint:
         return header
 
     def _read_directory(self):
-        """The directory as a structured array (num_tensors,), after its bounds and the checksum."""
+        """Checks bounds and checksum, and returns the directory as a structured array (num_tensors,)."""
         struct = self._headers.structs["BinTensor"]
         offset, count = self.header["directory_offset"], self.header["num_tensors"]
         most = self._constants["MAX_TENSORS"]
@@ -107,7 +107,7 @@ class Checkpoint:
         return self.data[offset:end].view(struct)
 
     def _check_values(self):
-        """The header's values against what a library can be built for."""
+        """Checks the header's values against what a library can be built for."""
         header = self.header
         for name, prefix in (("weight_dtype", "DTYPE"), ("activation", "ACTIVATION"), ("router_kind", "ROUTER"),
                              ("norm_kind", "NORM"), ("rope_kind", "ROPE"), ("attention_kind", "ATTENTION"),
@@ -144,7 +144,7 @@ class Checkpoint:
                         "at least 1 with rope_kind=dynamic")
 
     def _check_layers(self, header):
-        """The sets of layers, and what those need."""
+        """Checks the sets of layers, and what those need."""
         layers = header["num_layers"]
         for name, needs in (("window_layers", "window"), ("dense_layers", "dense_ffn")):
             chosen = [layer for layer in range(128) if headers.in_mask(header[name], layer)]
@@ -164,7 +164,7 @@ class Checkpoint:
                     f"below vocab_size={vocab_size}" if header["add_bos"] else "0 without add_bos")
 
     def _read_tensors(self, directory):
-        """{name: view}, after comparing the directory with the tensors that such a header implies."""
+        """Compares the directory with the tensors that such a header implies, and returns {name: view}."""
         found = {}
         for entry in directory:
             name = entry["name"].decode("latin-1")
@@ -207,7 +207,7 @@ class Checkpoint:
         return self.data[offset:offset + size].view(stored)
 
     def _check_layout(self, directory):
-        """No overlap, and no hole beyond what alignment needs."""
+        """Checks that there is no overlap, and no hole beyond what alignment needs."""
         start, count = self.header["directory_offset"], self.header["num_tensors"]
         regions = [(0, len(self.header_bytes), "the header"),
                    (start, start + count * directory.dtype.itemsize, "the directory")]
@@ -239,7 +239,7 @@ class Checkpoint:
 
 
 def _map(path):
-    """The file as a read-only uint8 array over a shared mapping."""
+    """Returns the file as a read-only uint8 array over a shared mapping."""
     try:
         kind = os.stat(path).st_mode
         if not stat.S_ISREG(kind):

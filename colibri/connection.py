@@ -46,7 +46,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc):
-        """The client has left: so do its requests."""
+        """Cancels the requests of a client that has left."""
         self.is_closing = True
         self.server.closed(self)
         for request in list(self.running.values()):
@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def drain(self):
-        """The server will end: so does the connection, when its requests have."""
+        """Ends the connection when its requests have ended, since the server will."""
         if not self.running and not self.is_reading:
             self.close()
 
@@ -152,12 +152,12 @@ class Connection(asyncio.Protocol):
             self.refuse(self.server.refusal(error))
 
     def is_idle(self):
-        """Whether it can be closed and nobody would miss an answer."""
+        """Returns whether it can be closed and nobody would miss an answer."""
         return not (self.running or self.is_reading or self.is_closing or self.is_patient or self.is_within_message()
                     or self.transport.get_write_buffer_size())
 
     def check(self, now):
-        """Called now and then: drops a client that takes nothing, or stops within what it sends; ends an idle one."""
+        """Drops a client that takes nothing, or stops within what it sends; ends an idle one. Called now and then."""
         waiting = self.transport.get_write_buffer_size()
         if waiting != self._waiting:
             self._waiting, self._moved = waiting, now
@@ -174,7 +174,7 @@ class Connection(asyncio.Protocol):
                        "one first", "too_many_connections")
 
     def understand(self, data):
-        """What take() needs of a message's bytes. Runs on any thread; raises Refused."""
+        """Returns what take() needs of a message's bytes. Runs on any thread; raises Refused."""
         raise NotImplementedError
 
     def take(self, made):
@@ -182,7 +182,7 @@ class Connection(asyncio.Protocol):
         raise NotImplementedError
 
     def is_within_message(self):
-        """Whether a part of a message has arrived."""
+        """Returns whether a part of a message has arrived."""
         raise NotImplementedError
 
     def refuse(self, error):
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
         raise NotImplementedError
 
     def progress(self, request):
-        """There are new tokens, or the end."""
+        """Tells the client of new tokens, or of the end."""
         raise NotImplementedError
 
 
@@ -214,7 +214,7 @@ class Lines(Connection):
         return self._is_skipping or bool(self._input)
 
     def consume(self, count):
-        """True where more lines may wait."""
+        """Returns True where more lines may wait."""
         self.is_sated = False
         while count and not (self.is_full or self.is_closing or self.is_reading):
             end = self._input.find(b"\n", self._searched)
@@ -243,7 +243,7 @@ class Lines(Connection):
         return not (self.is_closing or self.is_reading)
 
     def _keep(self):
-        """Of a line that has not ended: as much as may be one."""
+        """Keeps of a line that has not ended as much as may be one."""
         self._searched = len(self._input)
         if len(self._input) > self.server.reader.max_bytes or self._is_skipping:
             if not self._is_skipping:
@@ -252,7 +252,7 @@ class Lines(Connection):
             self._searched, self._is_skipping = 0, True
 
     def understand(self, data):
-        """A Request, or the id of one that is cancelled."""
+        """Returns a Request, or the id of one that is cancelled."""
         values = self.server.reader.parse(data)
         identity = cancelled_id(values)
         return self.server.reader.request(values) if identity is None else identity
@@ -295,7 +295,7 @@ class Lines(Connection):
                            "path": self.server.engine.path}).encode() + b"\n"
 
     def end(self):
-        """There is no more input, but answers are waited for: stdin has ended."""
+        """Takes no more input, but waits for answers: stdin has ended."""
         self._input += b"\n"
         self.is_ended = True
         self.pump()

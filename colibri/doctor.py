@@ -59,7 +59,7 @@ def attempt(check, need):
 
 
 def model_lines(paths, used):
-    """A line for each model. One that cannot be read is needed where there is no other."""
+    """Returns a line for each model. One that cannot be read is needed where there is no other."""
     if not paths:
         make = "python -m converter checkpoint.pt model.bin"
         return [("models", f"optional: no .bin in this folder; make one with {make}")]
@@ -96,7 +96,7 @@ def host_tools():
 
 
 def extra(name):
-    """The version of a package that is not the engine's own."""
+    """Returns the version of a package that is not the engine's own."""
     try:
         return f"ok: {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
@@ -104,7 +104,7 @@ def extra(name):
 
 
 def driver():
-    """colibri.gpu, where there is a GPU to ask about."""
+    """Returns colibri.gpu, where there is a GPU to ask about."""
     if not any(map(os.path.exists, engine.GPU_NODES)):
         raise ColibriError("none on this machine: models run on the host")
     from colibri import gpu
@@ -170,7 +170,7 @@ def library(checkpoint, arch, used):
 
 
 def archs():
-    """What models can be built for to run on this machine."""
+    """Returns what models can be built for to run on this machine."""
     try:
         return ["host", driver().arch()]
     except ColibriError:

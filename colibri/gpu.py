@@ -9,7 +9,6 @@ import ctypes
 import functools
 import mmap
 import os
-import re
 import threading
 import time
 from collections import namedtuple
@@ -123,12 +122,12 @@ def check_weights(checkpoint):
 
 def check_library(library):
     """That this GPU and its driver can run the library's kernels."""
-    path = library.path(library.headers.constants["COLIBRI_CUDA"]).decode()  # fails in a host library, with the reason
+    library.path(library.headers.constants["COLIBRI_CUDA"])  # fails in a host library, with the reason
     built, (major, minor) = library.baked["cuda_arch"], properties().capability
     if built // 10 != major or built % 10 > minor:
         raise ColibriError(f"{library.file}: sm_{built}, expected kernels for {properties().name}, which is {arch()}; "
                            f"build with make ARCH={arch()}")
-    needed, version = int(re.search(r"CUDA (\d+)", path)[1]), properties().driver_version
+    needed, version = library.baked["cuda_version"] // 1000, properties().driver_version
     if version // 1000 < needed:
         raise ColibriError(f"NVIDIA driver: CUDA {version // 1000}.{version // 10 % 100}, expected {needed}.0 or newer for "
                            f"{library.file}; update the driver, or build with an older nvcc")

@@ -19,7 +19,7 @@ class GraphCache:
         self.hits = self.misses = self.captures = self.evictions = self.num_nodes = 0
 
     def get_or_create(self, key, enqueue):
-        """Starts the key's work once: by enqueue() at first sight, which is then captured, else by the graph."""
+        """Starts the key's work once: by its graph, or by enqueue() at first sight, which is then captured."""
         graph = self._graphs.get(key)
         if graph is None:
             self.misses += 1

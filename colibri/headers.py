@@ -33,7 +33,7 @@ Function = namedtuple("Function", "restype argtypes")
 
 @functools.cache
 def digest():
-    """The first 12 digits of their SHA-256, one after another, as the Makefile takes it."""
+    """Returns the first 12 digits of their SHA-256, one after another, as the Makefile takes it."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(NATIVE.glob("*.h")))).hexdigest()[:12]
 
 
@@ -48,7 +48,8 @@ class Headers:
     """
 
     def __init__(self, config=None):
-        """config: {"num_experts": 8, ...} overrides config.h's defaults; names are struct Config's fields."""
+        """config: {"num_experts": 8, ...} overrides config.h's defaults; names are struct Config's fields, of which
+        cuda_version has no macro."""
         names = "format.h", "panels.h", "config.h", "model.h", "cache.h", "colibri.h"
         sources = {name: _read(name) for name in names}
         text = "\n".join(sources.values())
@@ -56,7 +57,8 @@ class Headers:
                        for name, row, body in re.findall(r"^#define (\w+)\(([A-Z])\) (.*)$", text, re.MULTILINE)}
         self.macros = dict(map(_columns, self.tables["CONFIG_FIELDS"]))
         self._defines = dict(re.findall(r"^#define (\w+)[ \t]+(\S.*?)[ \t]*$", text, re.MULTILINE))
-        self._defines.update({self.macros[name]: str(int(value)) for name, value in (config or {}).items()})
+        self._defines.update({self.macros[name]: str(int(value)) for name, value in (config or {}).items()
+                              if name in self.macros})
         self._members = dict(re.findall(r"^#define (\w+)\(\w+,[^)]*\) (?:const )?(.*);$", text, re.MULTILINE))
         self.constants = {name: value for name in self._defines if (value := self._constant(name)) is not None}
         self.options = [name for name in re.findall(r"^#ifndef (\w+)\n#define \1 ", sources["config.h"], re.MULTILINE)
@@ -75,7 +77,7 @@ class Headers:
                 if name.startswith(prefix + "_")}
 
     def tensors(self, header):
-        """The tensors of a model, in the file's order, as [Tensor]. header: a mapping with BinHeader's fields."""
+        """Returns a model's tensors, in the file's order, as [Tensor]. header: a mapping with BinHeader's fields."""
         fields = {name: int(header[name]) for name in self.structs["BinHeader"].names
                   if self.structs["BinHeader"][name] == np.dtype("<u4")}
         tensors = [_tensor(row, fields) for row in self.tables["MODEL_TENSORS"]]
@@ -87,7 +89,7 @@ class Headers:
         return [tensor for tensor in tensors if tensor]
 
     def layer_scope(self, fields, dense):
-        """The header's fields with format.h's LAYER_VALUES, for a layer with experts or a dense one."""
+        """Returns the header's fields with format.h's LAYER_VALUES, for a layer with experts or a dense one."""
         scope = {**fields, "dense": int(dense)}
         for name, expression in map(_columns, self.tables["LAYER_VALUES"]):
             scope[name] = evaluate(expression, scope)
@@ -103,7 +105,7 @@ class Headers:
         return None
 
     def cache_values(self, header):
-        """CACHE_VALUES by name, with num_layers and num_windowed. header: a mapping with BinHeader's fields."""
+        """Returns CACHE_VALUES by name, with num_layers and num_windowed. header: a mapping with BinHeader's fields."""
         layers = int(header["num_layers"])
         names = {"num_layers": layers, "window": int(header["window"]),
                  "num_windowed": sum(in_mask(header["window_layers"], layer) for layer in range(layers))}
@@ -112,14 +114,14 @@ class Headers:
         return names
 
     def state_buffers(self, header, num_slots):
-        """STATE_BUFFERS as [Buffer(name, numpy dtype, rows, columns)], in the order of the state block."""
+        """Returns STATE_BUFFERS as [Buffer(name, numpy dtype, rows, columns)], in the order of the state block."""
         names = {**self.constants, **self.cache_values(header), "num_slots": num_slots}
         rows = [_columns(row) for row in self.tables["STATE_BUFFERS"]]
         return [Buffer(name, np.dtype(SCALARS[kind]), evaluate(count, names), evaluate(width, names))
                 for name, kind, count, width in rows]
 
     def _constant(self, name, depth=0):
-        """A #define's integer value, following other #defines; None when it is not an integer."""
+        """Returns a #define's integer value, following other #defines; None when it is not an integer."""
         text = self._defines[name]
         words = set(re.findall(r"[A-Za-z_]\w*", text))
         if depth > 8 or not words <= self._defines.keys():
@@ -130,7 +132,7 @@ class Headers:
             return None
 
     def _fields(self, line):
-        """A struct's line as (name, dtype) or (name, dtype, (length,)); a table is one such line an entry."""
+        """Returns a struct's line as (name, dtype) or (name, dtype, (length,)); a table is one such line an entry."""
         if table := re.match(r"\s*(\w+)\((\w+)\)", line):
             member = self._members[table[2]]
             dtype = POINTER if "*" in member else SCALARS[member.split()[0]]
@@ -148,12 +150,12 @@ class Headers:
 
 @functools.cache
 def default():
-    """The headers under config.h's default configuration: enough for everything that is about the file alone."""
+    """Returns the headers of config.h's defaults: enough for everything that is about the file alone."""
     return Headers()
 
 
 def format_of(kind, header):
-    """The DTYPE code of a Tensor's elements, by its type. header: a mapping with BinHeader's fields."""
+    """Returns the DTYPE code of a Tensor's elements, by its type. header: a mapping with BinHeader's fields."""
     if kind == "float":
         return default().constants["DTYPE_F32"]
     own = int(header[kind.removesuffix("_t") + "_dtype"])
@@ -161,7 +163,7 @@ def format_of(kind, header):
 
 
 def is_gated(name, header):
-    """Whether a tensor's gate and up rows alternate."""
+    """Returns whether a tensor's gate and up rows alternate."""
     return bool(header["gated"]) and name.endswith((".experts_up", ".mlp_up"))
 
 
@@ -174,7 +176,7 @@ def stored_rows(rows, gated):
 
 
 def stored_elements(tensor, header):
-    """How many elements a Tensor takes in the file, panel padding included."""
+    """Returns how many elements a Tensor takes in the file, panel padding included."""
     if len(tensor.shape) == 1:
         return tensor.shape[0]
     *experts, rows, columns = tensor.shape
@@ -182,7 +184,7 @@ def stored_elements(tensor, header):
 
 
 def mask(layers):
-    """window_layers or dense_layers of a list of layers."""
+    """Returns window_layers or dense_layers of a list of layers."""
     return [sum(1 << layer % 32 for layer in layers if layer // 32 == word) for word in range(4)]
 
 
@@ -228,7 +230,7 @@ def _read(name):
 
 
 def _rows(name, body):
-    """The arguments of each name(...) in a table's body, as text."""
+    """Returns the arguments of each name(...) in a table's body, as text."""
     rows = []
     for call in re.finditer(rf"\b{name}\(", body):
         end, depth = call.end(), 1
@@ -240,7 +242,7 @@ def _rows(name, body):
 
 
 def _columns(row, most=-1):
-    """A row's columns; after `most` commas the rest is one."""
+    """Returns a row's columns; after `most` commas the rest is one."""
     return [column.strip() for column in row.split(",", most)]
 
 
@@ -258,6 +260,6 @@ def _function(kind, arguments):
 
 
 def _ctype(declaration):
-    """The ctypes type of `const char *op`, `int num_rows` or a return type."""
+    """Returns the ctypes type of `const char *op`, `int num_rows` or a return type."""
     kind = re.match(r"(?:const )?(\w+)\s*(\*?)", declaration.strip())
     return ARGUMENTS[f"{kind[1]} *" if kind[2] else kind[1]]

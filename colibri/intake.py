@@ -1,4 +1,4 @@
-"""Work that would hold the network's thread up, on threads of its own: large bodies, and prompts on their way to tokens."""
+"""Work that would hold the network's thread up, on threads of its own: large bodies, prompts that become tokens."""
 
 import collections
 import contextlib
@@ -45,7 +45,7 @@ class Intake:
         return len(self._timers)
 
     def add(self, request):
-        """Will encode a request, unless it is removed before."""
+        """Queues a request to be encoded, unless it is removed before."""
         timer = None
         if request.deadline < math.inf:
             timer = self._server.loop.call_at(request.deadline, self._server.cancel, request, "deadline")

@@ -101,7 +101,7 @@ class Listener:
 
 
 def split(option, address):
-    """(host, port) of HOST:PORT, [IPv6]:PORT or :PORT, which is of this machine alone."""
+    """Returns (host, port) of HOST:PORT, [IPv6]:PORT or :PORT, which is of this machine alone."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535 or (":" in host and host[0] != "["):
         raise ColibriError(f"{option}: {address}, expected {'- or ' if option == '--serve' else ''}HOST:PORT"
@@ -133,7 +133,7 @@ def _tcp(option, address):
 
 
 def _passed(option, descriptor):
-    """A socket that systemd says it has passed."""
+    """Returns a socket that systemd says it has passed."""
     try:
         listening = socket.socket(fileno=descriptor)
         is_listening = listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -171,7 +171,7 @@ def activated():
 
 
 def number_of_files():
-    """How many files this process may have open, raised to what it may be raised to."""
+    """Raises the limit of open files to what it may be raised to, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -15,7 +15,7 @@ MESSAGE = 300      # characters of an error's message
 
 
 def in_json(event, **values):
-    """An event as JSON, all ASCII."""
+    """Returns an event as JSON, all ASCII."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return json.dumps({"time": now, "event": event, **values})
 
@@ -35,7 +35,7 @@ class Log:
         return self._lost_here + self._lost_there
 
     def line(self, event, text=None, **values):
-        """The bytes of an event's line: named values, or in their place, where lines are text, `text`."""
+        """Returns the bytes of an event's line: named values, or in their place, where lines are text, `text`."""
         if self._is_json:
             line = in_json(event, **values)
         else:

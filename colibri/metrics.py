@@ -49,11 +49,11 @@ class Metrics:
             self.itl.add(after - before)
 
     def text(self, scheduler, state, lost_log_lines, open_connections):
-        """The exposition. state: what inspect() gave."""
+        """Returns the exposition. state: what inspect() gave."""
         engine, parts = scheduler.engine, []
 
         def add(name, kind, what, values):
-            """values: a number, or {label: {value: number}}"""
+            """Adds a metric's lines. values: a number, or {label: {value: number}}"""
             parts.append(f"# HELP colibri_{name} {what}\n# TYPE colibri_{name} {kind}")
             if not isinstance(values, dict):
                 parts.append(f"colibri_{name} {values}")
@@ -97,7 +97,7 @@ class Metrics:
 
 
 def inspect(engine):
-    """What only the thread that steps the engine may read: {"experts_read": n, "routed_tokens": [n, ...], ...}."""
+    """Returns what only the engine's thread may read: {"experts_read": n, "routed_tokens": [n, ...], ...}."""
     usage = engine.memory.usage()
     return {"experts_read": int(engine.state("experts_read")[0, 0]),
             "routed_tokens": engine.state("routed_tokens").sum(axis=0, dtype="u8").tolist(),

@@ -70,7 +70,7 @@ class Library:
 
 
 def check_process():
-    """That this process did not inherit the library from another: a fork copies no threads, and would wait for them."""
+    """Checks that this process did not inherit the library: a fork copies no threads, and would wait for them."""
     global _process
     _process = _process or os.getpid()
     if is_forked():
@@ -79,7 +79,7 @@ def check_process():
 
 
 def is_forked():
-    """Whether this process is a fork of one that loaded a library."""
+    """Returns whether this process is a fork of one that loaded a library."""
     return _process not in (None, os.getpid())
 
 
@@ -99,7 +99,7 @@ def _check_whole(path, name):
 
 
 def _fix(path):
-    """What to do about a damaged library; make takes one that is there, and newer than its sources, for good."""
+    """Returns what to do about a damaged library: make takes one that is newer than its sources for good."""
     folder = os.path.dirname(path)
     if os.path.dirname(folder) != str(places.builds()):
         return f"build it with {places.BUILD_COMMAND}"

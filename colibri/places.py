@@ -12,7 +12,7 @@ PACKAGES = Path(__file__).resolve().parent.parent  # the clone, or the site-pack
 
 
 def _sources():
-    """The folder of the Makefile and of native/: the clone itself, or share/colibri, where pip puts a wheel's data."""
+    """Returns the folder of Makefile and native/: the clone itself, or share/colibri, where pip puts a wheel's data."""
     prefix = PACKAGES.parents[min(2, len(PACKAGES.parents) - 1)]  # of lib/python3.11/site-packages
     for folder in (PACKAGES, prefix / "share" / "colibri"):
         if (folder / "native" / "format.h").is_file():

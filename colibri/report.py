@@ -12,7 +12,7 @@ COLUMNS = 80
 
 
 def process_age():
-    """Seconds since this process started (to the kernel's 10 ms)."""
+    """Returns the seconds since this process started (to the kernel's 10 ms)."""
     with open("/proc/self/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -51,7 +51,7 @@ class Meter:
         self._routed = self.engine.state("routed_tokens").copy()
 
     def prefill(self, num_tokens, call, *arguments):
-        """Times call(*arguments), which prefills num_tokens and gives a first token. Returns what it returned."""
+        """Times call(*arguments), which prefills num_tokens and gives a first token, and returns what it returned."""
         start = time.perf_counter()
         result = call(*arguments)
         self.ttft.append(time.perf_counter() - start)
@@ -74,7 +74,7 @@ class Meter:
         return int(self.engine.state("experts_read")[0, 0])
 
     def figures(self):
-        """Everything measured, in the units that the names say, for --json; the table prints these."""
+        """Returns everything measured, in the units that the names say, for --json; the table prints these."""
         engine, resident = self.engine, resident_bytes()  # before the probe below adds its buffer
         routed = (engine.state("routed_tokens") - self._routed).ravel().tolist()
         if engine.checkpoint.header["vocab_size"] == 0:
@@ -112,7 +112,7 @@ class Meter:
 
 
 def weight_bytes(checkpoint):
-    """Stored bytes that every step reads, and those of one expert in one layer.
+    """Returns the stored bytes that every step reads, and those of one expert in one layer.
 
     Of an embedding that is not also the LM head a step reads a few rows: not counted.
     """
@@ -126,7 +126,7 @@ def weight_bytes(checkpoint):
 
 
 def table(figures):
-    """The figures as lines of text; one begins with `P99 latency:`."""
+    """Returns the figures as lines of text; one begins with `P99 latency:`."""
     cold = figures["cold_start_ms"]
     routed = figures["routed_tokens_per_expert"]
     decode, prefill = figures["decode_tokens_per_s"], figures["prefill_tokens_per_s"]
@@ -175,7 +175,7 @@ def _device_lines(device):
 
 
 def _percentiles(seconds):
-    """{"p50": ms, ..., "max": ms, "count": n}, or None without a value."""
+    """Returns {"p50": ms, ..., "max": ms, "count": n}, or None without a value."""
     if not seconds:
         return None
     figures = {f"p{percent}": percentile(seconds, percent) * 1e3 for percent in PERCENTILES}
@@ -190,7 +190,7 @@ def _times(figures):
 
 
 def counted(number, what):
-    """"1 thread", "2 threads"."""
+    """Returns "1 thread", "2 threads"."""
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 

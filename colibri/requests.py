@@ -56,10 +56,9 @@ class Refused(ColibriError):
 class Request:
     """One request and how it goes. Times are time.monotonic()'s seconds.
 
-    The thread that made it sets the fields up to `cancelled`; the scheduler's sets those from `session` on, and `finish`
-    last of all: one of FINISHES, "error" where there is an `error`. It does so while the first thread tells of tokens
-    before: only where `is_over` is set, that one goes by `finish`, and then once. What the scheduler never gets, the
-    first thread ends.
+    The thread that made it sets the fields up to `cancelled`. The scheduler's sets those from `session` on, and
+    `finish` last: one of FINISHES, "error" where there is an `error`. Meanwhile the first thread tells of tokens. It
+    goes by `finish` only where `is_over` is set, and then once. It ends what the scheduler never gets.
     """
 
     id: object
@@ -86,7 +85,7 @@ class Request:
     finish: str = None
 
     def news(self):
-        """[(token, piece of text)] since the last call; the piece is "" within a character and without text."""
+        """Returns [(token, piece of text)] since the last call; the piece is "" within a character and without text."""
         tokens = self.tokens[self.told:]
         self.told += len(tokens)
         if self.used is None:
@@ -95,16 +94,16 @@ class Request:
         return [(token, self.pieces.add(token)) for token in tokens]
 
     def rest(self):
-        """The text that news() kept back, after the last token."""
+        """Returns the text that news() kept back, after the last token."""
         return self.pieces.rest() if self.pieces else ""
 
     def text(self):
-        """The whole text: the pieces that were told, and those that were not."""
+        """Returns the whole text: the pieces that were told, and those that were not."""
         self.news()
         return self.pieces.text()
 
     def figures(self):
-        """How it went, as the final line and the log say it."""
+        """Returns how it went, as the final line and the log say it."""
         gaps = sorted(1e3 * (after - before) for before, after in zip(self.times, self.times[1:]))
         return {"prompt_tokens": len(self.prompt) if self.rows is None else len(self.rows),
                 "completion_tokens": len(self.tokens),
@@ -130,13 +129,13 @@ class Reader:
         self.max_bytes = max(OTHER_BYTES + ESCAPED * self.max_text_bytes, self.max_bare_bytes)
 
     def codec(self):
-        """The text's; raises ColibriError for a model without text."""
+        """Returns the text's Codec; raises ColibriError for a model without text."""
         if self._codec is None:
             raise ColibriError(self._no_codec)
         return self._codec
 
     def parse(self, data, where="line"):
-        """The JSON object in bytes, as a dict. One that no prompt needs is not even read: that would take long."""
+        """Returns the JSON object in bytes, as a dict. One that no prompt needs is not read: that would take long."""
         most = self.max_text_bytes + self.max_bare_bytes
         if len(data) > most and len(data) - (ESCAPED - 1) * data.count(b"\\") > most:
             raise self.too_long(data, where, most)
@@ -146,12 +145,12 @@ class Reader:
         return parse(data, where)
 
     def too_long(self, data, where, most=None):
-        """For data that is, or begins, a line of more bytes than `most`, or than max_bytes."""
+        """Returns a Refused for data that is, or begins, a line of more bytes than `most`, or than max_bytes."""
         return Refused(f"{where}: more than {most or self.max_bytes} bytes, expected fewer; no prompt that fits the "
                        "context is as long", "too_long", leading_id(data))
 
     def request(self, values, labels=None):
-        """A Request of a dict of FIELDS, with all that takes time left to its encode().
+        """Returns a Request of a dict of FIELDS, with all that takes time left to its encode().
 
         labels: {field: the name that the client knows it by}, for errors
         """
@@ -182,7 +181,7 @@ class Reader:
         return request
 
     def _check_model(self, name, label):
-        """That the model takes what is given."""
+        """Checks that the model takes what is given."""
         path, vocab_size = self._checkpoint.path, self._checkpoint.header["vocab_size"]
         if name == "input" and vocab_size:
             raise Refused(f"{path}: vocab_size={vocab_size}, expected 0 for input, a bare stack of MoE layers; give "
@@ -203,7 +202,7 @@ class Reader:
                                            label["max_new_tokens"], count)
 
     def _encode(self, identity, convert, prompt, name, count_name, count):
-        """(the prompt's tokens, how many may follow)"""
+        """Returns (the prompt's tokens, how many may follow)."""
         with _refusing(identity):
             tokens, unit = convert(prompt, name)
             if not tokens:
@@ -214,7 +213,7 @@ class Reader:
             return tokens, self._count(len(tokens), count, count_name)
 
     def _text(self, text, name, special):
-        """(tokens, what one is called)"""
+        """Returns (tokens, what one is called)."""
         try:
             data = text.encode()
         except UnicodeEncodeError:
@@ -282,7 +281,7 @@ class Reader:
 
 
 def parse(data, where="line"):
-    """The JSON object in bytes, as a dict. where: what they are, for errors."""
+    """Returns the JSON object in bytes, as a dict. where: what they are, for errors."""
     def constant(name):
         raise Refused(f"{where}: {name}, expected numbers that JSON has; leave it out")
 
@@ -311,14 +310,14 @@ def parse(data, where="line"):
 
 
 def leading_id(data):
-    """The id with which the bytes of a JSON object begin, or None."""
+    """Returns the id with which the bytes of a JSON object begin, or None."""
     found = LEADING_ID.match(data[:1000])
     with contextlib.suppress(ValueError):  # of an escape that is none
         return json.loads(found[1]) if found else None
 
 
 def _has_bare(data, count):
-    """Whether more than count bytes of JSON stand outside of strings."""
+    """Returns whether more than count bytes of JSON stand outside of strings."""
     start = bare = 0
     while bare <= count and start < len(data):
         opening = data.find(b'"', start)
@@ -328,7 +327,7 @@ def _has_bare(data, count):
 
 
 def _string_end(data, start):
-    """Where a JSON string ends whose first character is at start."""
+    """Returns where a JSON string ends whose first character is at start."""
     while (quote := data.find(b'"', start)) >= 0:
         piece = data[start:quote]
         start = quote + 1
@@ -339,7 +338,7 @@ def _string_end(data, start):
 
 @contextlib.contextmanager
 def _refusing(identity):
-    """For what is done for a request: what is wrong with it is Refused, and has its id."""
+    """Makes what is wrong with a request a Refused that has its id."""
     try:
         yield
     except Refused as error:
@@ -350,7 +349,7 @@ def _refusing(identity):
 
 
 def cancelled_id(values):
-    """The id in {"cancel": id}, or None where it is a request."""
+    """Returns the id in {"cancel": id}, or None where it is a request."""
     if "cancel" not in values:
         return None
     _check_names(values, ("cancel",))
@@ -389,7 +388,7 @@ def _integer(values, name, low, high, label):
 
 
 def _sampler(values, label):
-    """Its values as JSON numbers; check_sampler knows their ranges."""
+    """Returns a Sampler of JSON numbers; check_sampler knows their ranges."""
     fields = {}
     for name, default in GREEDY._asdict().items():
         value = fields[name] = values.get(name, default)
@@ -403,13 +402,13 @@ def _sampler(values, label):
 
 
 def _wrong(where, value, expected):
-    """Refused for a value of the client's."""
+    """Returns a Refused for a value of the client's."""
     shown = _shown(value)
     return Refused(f"{where}: {shown}, expected {expected}", content=shown)
 
 
 def _shown(value):
-    """A value in an error: short, on one line, in ASCII."""
+    """Returns a value for an error: short, on one line, in ASCII."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     if type(value) is int and abs(value) >> 64:

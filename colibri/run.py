@@ -1,23 +1,20 @@
 """The command line: python -m colibri.run --model model.bin ..."""
 
 import os
-import signal
 import sys
 
-from colibri.errors import ColibriError, guard_imports, imports_done, of_system, writing_stdout
+from colibri.errors import ColibriError
+from colibri.program import Parser, choice, guard_imports, integer, number, of_system, writing_stdout
 
-if __name__ == "__main__":  # during the imports: command() takes over
+if __name__ == "__main__":  # during the imports
     guard_imports("python -m colibri.run")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have no work here, and take memory
 
-import argparse
-import contextlib
 import json
-import re
 
 import numpy as np
 
-from colibri import __version__, build, report, serve
+from colibri import __version__, build, program, report, serve
 from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
 from colibri.checkpoint import Checkpoint
 from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, Engine, Sampler, check_sampler, most_threads
@@ -48,74 +45,24 @@ TEXT_OPTIONS = ("temperature", "top_k", "top_p")
 LATENCY_OPTIONS = ("batch_size", "seq_len", "warmup", "repeat")
 NEW_TOKENS = {"text": 200, "latency": 16}
 PROMPT_BYTES = 16 << 20  # that are read, so that an endless pipe does not take all memory; no context is as long
-DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-
-
-class Parser(argparse.ArgumentParser):
-    """Mistakes are one line, like every other error."""
-
-    def error(self, message):
-        raise ColibriError(message.replace("argument ", "", 1) + "; see python -m colibri.run --help")
-
-    def print_help(self, file=None):
-        _print(self.format_help(), end="")  # argparse's own hides a full disk
 
 
 def parse(arguments):
-    parser = Parser(prog="python -m colibri.run", usage=USAGE, description=DESCRIPTION, epilog=EXAMPLES,
-                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", metavar="FILE", help="the .bin that python -m converter wrote")
-    add("--doctor", action="store_true", help="what this machine has and lacks, for the model or for any, then exit")
-    add("--version", action="version", version=f"colibri {__version__}")
-    add("--backend", type=_choice("--backend", BACKENDS), default="auto", metavar="|".join(BACKENDS),
-        help="auto takes a GPU where there is one, and says why not otherwise")
-    add("--dispatch", type=_choice("--dispatch", DISPATCH), metavar="|".join(DISPATCH),
-        help="how a GPU's steps are launched: one graph a size (default), one a combination of experts, or no graphs")
-    add("--precapture", action="store_true", help="make a GPU's graphs for decoding ahead, not when first needed")
-    add("--threads", type=_int("--threads", 1, most_threads()), metavar="N",
-        help="host threads (default: all processors; at most 4 for each of them)")
-    add("--num-experts", type=_int("--num-experts", 1), metavar="N", help="check: the model must have so many experts")
-    add("--k", type=_int("--k", 1), metavar="N", help="check: the model must use so many experts a token")
-    add("--no-build", action="store_true", help="never run make: a library that is not there is an error")
-    add("--json", action="store_true", help="the figures (and the text) as JSON on stdout, nothing else there")
-    add("--seed", type=_int("--seed", 0), metavar="N", help="of sampling and of random input (default 0)")
-    add("--max-new-tokens", type=_int("--max-new-tokens", 1), metavar="N",
-        help=f"tokens to generate (default {NEW_TOKENS['text']}, or {NEW_TOKENS['latency']} in a latency run, "
-             "or what fits the context)")
-    text = parser.add_argument_group("text run")
-    text.add_argument("--prompt", metavar="TEXT|@FILE|-", help="the text to continue, a file of it, or - for stdin")
-    text.add_argument("--prompt-ids", metavar="17,4,25|@FILE|-", help="the same as token numbers, in and out")
-    text.add_argument("--temperature", type=_float("--temperature"), metavar="X", help="0 (default) is greedy")
-    text.add_argument("--top-k", type=_int("--top-k", 0), metavar="N", help="draw from the N likeliest; 0: all")
-    text.add_argument("--top-p", type=_float("--top-p"), metavar="X",
-                      help="draw from the likeliest that together reach X; 1: all")
-    latency = parser.add_argument_group("latency run")
-    latency.add_argument("--batch-size", type=_int("--batch-size", 1, MAX_SLOTS), metavar="N",
-                         help="sequences at once (default 1)")
-    latency.add_argument("--seq-len", type=_int("--seq-len", 2), metavar="N",
-                         help="tokens of a sequence, of which the last --max-new-tokens are generated (default 128)")
-    latency.add_argument("--warmup", type=_int("--warmup", 0), metavar="N", help="rounds not counted (default 1)")
-    latency.add_argument("--repeat", type=_int("--repeat", 1), metavar="N", help="rounds counted (default 10)")
-    stack = parser.add_argument_group("stack run")
-    stack.add_argument("--input", metavar="X.npy", help="float32 or float16 [tokens, hidden]")
-    stack.add_argument("--output", metavar="Y.npy", help="float32 of the same shape, written when complete")
-    serve.add_options(parser, _int, _choice)
-    options, unknown = parser.parse_known_args(arguments)
-    if options.model is None and not options.doctor:
-        parser.error("the following arguments are required: --model")
-    if unknown:
-        import difflib
-        known = [name for action in parser._actions for name in action.option_strings]
-        near = difflib.get_close_matches(unknown[0], known, 1) if unknown[0].startswith("-") else []
-        raise ColibriError(f"{unknown[0][:80]}: unknown option, expected one that --help lists"
-                           + (f"; did you mean {near[0]}?" if near else ""))
+    parser = Parser("colibri.run", usage=USAGE, description=DESCRIPTION, epilog=EXAMPLES)
+    _add_options(parser)
+    _add_text_options(parser.add_argument_group("text run").add_argument)
+    _add_latency_options(parser.add_argument_group("latency run").add_argument)
+    _add_stack_options(parser.add_argument_group("stack run").add_argument)
+    serve.add_options(parser)
+    options = parser.parse_args(arguments)
     if options.doctor:
         _check_doctor(options, parser)
         from colibri import doctor
         text, is_ready = doctor.report(options.model)
         _print(text)
         parser.exit(0 if is_ready else 2)
+    if options.model is None:
+        parser.error("the following arguments are required: --model")
     is_text = options.prompt is not None or options.prompt_ids is not None
     options.kind = "text" if is_text else "latency"
     if not is_text and (options.input, options.output) != (None, None):
@@ -129,6 +76,50 @@ def parse(arguments):
     return options
 
 
+def _add_options(parser):
+    """Adds the options of every kind of run."""
+    add = parser.add_argument
+    add("--model", metavar="FILE", help="the .bin that python -m converter wrote")
+    add("--doctor", action="store_true", help="what this machine has and lacks, for the model or for any, then exit")
+    add("--version", action="version", version=f"colibri {__version__}")
+    add("--backend", type=choice(BACKENDS), default="auto", metavar="|".join(BACKENDS),
+        help="auto takes a GPU where there is one, and says why not otherwise")
+    add("--dispatch", type=choice(DISPATCH), metavar="|".join(DISPATCH),
+        help="how a GPU's steps are launched: one graph a size (default), one a combination of experts, or no graphs")
+    add("--precapture", action="store_true", help="make a GPU's graphs for decoding ahead, not when first needed")
+    add("--threads", type=integer(1, most_threads()), metavar="N",
+        help="host threads (default: all processors; at most 4 for each of them)")
+    add("--num-experts", type=integer(1), metavar="N", help="check: the model must have so many experts")
+    add("--k", type=integer(1), metavar="N", help="check: the model must use so many experts a token")
+    add("--no-build", action="store_true", help="never run make: a library that is not there is an error")
+    add("--json", action="store_true", help="the figures (and the text) as JSON on stdout, nothing else there")
+    add("--seed", type=integer(0), metavar="N", help="of sampling and of random input (default 0)")
+    add("--max-new-tokens", type=integer(1), metavar="N",
+        help=f"tokens to generate (default {NEW_TOKENS['text']}, or {NEW_TOKENS['latency']} in a latency run, "
+             "or what fits the context)")
+
+
+def _add_text_options(add):
+    add("--prompt", metavar="TEXT|@FILE|-", help="the text to continue, a file of it, or - for stdin")
+    add("--prompt-ids", metavar="17,4,25|@FILE|-", help="the same as token numbers, in and out")
+    add("--temperature", type=number(), metavar="X", help="0 (default) is greedy")
+    add("--top-k", type=integer(0), metavar="N", help="draw from the N likeliest; 0: all")
+    add("--top-p", type=number(), metavar="X", help="draw from the likeliest that together reach X; 1: all")
+
+
+def _add_latency_options(add):
+    add("--batch-size", type=integer(1, MAX_SLOTS), metavar="N", help="sequences at once (default 1)")
+    add("--seq-len", type=integer(2), metavar="N",
+        help="tokens of a sequence, of which the last --max-new-tokens are generated (default 128)")
+    add("--warmup", type=integer(0), metavar="N", help="rounds not counted (default 1)")
+    add("--repeat", type=integer(1), metavar="N", help="rounds counted (default 10)")
+
+
+def _add_stack_options(add):
+    add("--input", metavar="X.npy", help="float32 or float16 [tokens, hidden]")
+    add("--output", metavar="Y.npy", help="float32 of the same shape, written when complete")
+
+
 def _check_doctor(options, parser):
     for name, value in vars(options).items():
         if name not in ("doctor", "model") and value != parser.get_default(name):
@@ -137,7 +128,7 @@ def _check_doctor(options, parser):
 
 
 def _check_kind(options):
-    """An option that the kind of run would ignore is a mistake."""
+    """Refuses an option that the kind of run would ignore."""
     if options.kind == "stack" and not (options.input and options.output):
         given, missing = ("--input", "--output") if options.input else ("--output", "--input")
         raise ColibriError(f"{missing}: missing, expected with {given}; hidden states go from --input to --output")
@@ -159,7 +150,7 @@ def _check_kind(options):
 
 
 def _check_sampling(options):
-    """Makes options.sampler, and the seed of random input. --top-k and --top-p are a mistake where output is greedy."""
+    """Makes options.sampler, and the seed of random input. Refuses --top-k and --top-p where output is greedy."""
     options.seed = options.seed or 0
     options.sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
                                             1.0 if options.top_p is None else options.top_p, options.seed), "--")
@@ -169,35 +160,9 @@ def _check_sampling(options):
                                "which the likeliest token is taken; give --temperature 1, or leave it out")
 
 
-def _choice(option, values):
-    def check(text):
-        if text not in values:
-            raise ColibriError(f"{option}: {text}, expected one of {', '.join(values)}")
-        return text
-    return check
-
-
-def _int(option, low, high=None):
-    def check(text):
-        limit = f"{low} to {high}" if high else f"{low} or more"
-        if not re.fullmatch(r"[+-]?[0-9]{1,1000}", text):  # int() also takes blanks, underscores and other digits
-            raise ColibriError(f"{option}: {text[:80]}, expected an integer, {limit}")
-        value = int(text)
-        if value < low or (high and value > high):
-            raise ColibriError(f"{option}: {text}, expected {limit}")
-        return value
-    return check
-
-
-def _float(option):
-    def check(text):
-        if not DECIMAL.fullmatch(text):
-            raise ColibriError(f"{option}: {text}, expected a number")
-        return float(text)
-    return check
-
-
 def main(arguments=None):
+    if sys.stdout is None:
+        raise ColibriError("stdout: closed, expected open for the results")
     options = parse(arguments)
     try:
         run(options)
@@ -249,7 +214,7 @@ def _check_batch_size(batch_size, engine):
 
 
 def prepare(options, checkpoint):
-    """(codec, the prompt's tokens), or the array: what is wrong with the input is found before a library is built."""
+    """Returns (codec, tokens) or the array: what is wrong with the input is found before a library is built."""
     if options.kind == "text":
         is_numbers = options.prompt is None
         used = codec(checkpoint, is_numbers)
@@ -262,7 +227,7 @@ def prepare(options, checkpoint):
 
 
 def read_prompt(option, prompt):
-    """The bytes that an option's TEXT, @FILE or - stands for."""
+    """Returns the bytes that an option's TEXT, @FILE or - stands for."""
     try:
         if prompt == "-" and sys.stdin is None:
             raise ColibriError(f"{option}: -: stdin is closed, expected text there")
@@ -309,11 +274,11 @@ def run_text(engine, options, meter, prepared):
 
 
 def _print(text, end="\n"):
-    with writing_stdout("results"):
+    with writing_stdout():
         print(text, end=end)
 
 
-@writing_stdout("results")
+@writing_stdout()
 def _show(piece, options):
     if piece and not options.json:
         sys.stdout.buffer.write(piece.encode())
@@ -343,7 +308,7 @@ def run_latency(engine, options, meter, _):
 
 
 def _token_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
-    """Random prompts, prefilled at once, then one token a step for every sequence."""
+    """Prefills random prompts at once, then generates one token a step for every sequence."""
     sessions = [engine.session() for _ in range(batch_size)]
     prompts = generator.integers(0, engine.checkpoint.header["vocab_size"], (batch_size, prompt_len), dtype=np.int32)
     samplers = [Sampler()] * batch_size
@@ -356,7 +321,7 @@ def _token_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
 
 
 def _stack_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
-    """The same for hidden states: random rows of the same counts."""
+    """Does the same with hidden states: random rows of the same counts."""
     hidden = engine.checkpoint.header["hidden"]
     x = generator.standard_normal((batch_size * prompt_len, hidden), dtype=np.float32)
     meter.prefill(len(x), engine.stack, x)
@@ -366,7 +331,7 @@ def _stack_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
 
 
 def _progress(count):
-    """range(count), with a bar on a terminal when it takes longer than two seconds."""
+    """Returns range(count), with a bar on a terminal when it takes longer than two seconds."""
     if not sys.stderr.isatty():
         return range(count)
     from tqdm import tqdm  # 30 ms that a run without a terminal does not need
@@ -388,48 +353,9 @@ def run_stack(engine, options, meter, x):
     return {"tokens": len(x)}
 
 
-def _terminate(*_):
-    raise KeyboardInterrupt("terminated")
-
-
-def _open_streams():
-    """Puts /dev/null where a standard stream is closed: a file opened later must not be taken for it."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    sys.stderr = sys.stderr or os.fdopen(os.dup(descriptor), "w")
-    os.close(descriptor)
-    if sys.stdout is None:
-        raise ColibriError("stdout: closed, expected open for the results")
-
-
 def command():
-    """main() as a program: one line and status 2 for a mistake, 130 for Ctrl-C, 143 for SIGTERM, quiet when the reader
-    goes away."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        imports_done()
-        signal.signal(signal.SIGTERM, _terminate)
-        _open_streams()
-        try:
-            status = main()
-        except SystemExit as end:  # of --help, --version and --doctor
-            status = end.code
-            _print("", end="")  # what argparse has printed must get there
-        return status or 0
-    except ColibriError as error:
-        message, status = str(error), 2
-    except KeyboardInterrupt as stop:
-        message, status = ("terminated", 143) if stop.args else ("interrupted", 130)
-    except MemoryError:
-        message, status = "memory: not enough for this run, expected more; use less input or fewer --threads", 2
-    except OSError as error:
-        message, status = of_system(error), 2
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: os._exit(128 + number))  # it ends already: without a traceback
-    with contextlib.suppress(OSError):  # the status still tells; print would leave it for the exit to try again
-        os.write(2, f"{message}\n".encode(errors="backslashreplace"))
-    return status
+    """Runs main() as a program and returns its exit status."""
+    return program.run(main)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Scheduler:
         self._inbox.put(function)
 
     def take(self):
-        """The requests that have news, each once."""
+        """Returns the requests that have news, each once."""
         self._told = False
         if self.failure is not None:  # the thread has ended, and will not answer what has come since
             self._refuse(self.failure)
@@ -206,8 +206,9 @@ class Scheduler:
             return
         state = "prefilling" if request in self._prefilling else "waiting"
         what, expected = UNANSWERED[request.cancelled]
-        self._finish(request, error=Refused(f"{what} after {1e3 * (now - request.arrived):.0f} ms while {state}, expected "
-                                            f"{expected}", request.cancelled, request.id))
+        passed = 1e3 * (now - request.arrived)
+        self._finish(request, error=Refused(f"{what} after {passed:.0f} ms while {state}, expected {expected}",
+                                            request.cancelled, request.id))
 
     def _admit(self):
         while self._waiting and len(self._prefilling) + len(self._running) < self.engine.num_slots:
@@ -239,8 +240,9 @@ class Scheduler:
                 self._add(request, token, now)
 
     def _chunk(self):
-        """Tokens of a prompt in this turn. The bits do not depend on it: beyond STEP_TOKENS it is the same each time.
+        """Returns how many tokens of a prompt this turn takes.
 
+        Beyond STEP_TOKENS it is the same each time, so that the bits do not depend on the others.
         As many tokens as there are requests that decode take about as long as their step; half as long where somebody
         sees it.
         """
@@ -251,7 +253,7 @@ class Scheduler:
         return min(wanted, STEP_TOKENS, self.engine.max_piece)
 
     def _prefill(self):
-        """One call: the next chunk of the oldest prompt, with those of others where all are short."""
+        """Prefills in one call the next chunk of the oldest prompt, with those of others where all are short."""
         oldest = self._prefilling[0]
         if oldest.rows is not None:
             self._run_rows(oldest)
@@ -285,7 +287,7 @@ class Scheduler:
                             if request.finish is None and request.prefilled < len(request.prompt)]
 
     def _run_rows(self, request):
-        """The next rows of a bare stack's input, and the last ones' way to its output."""
+        """Runs the next rows of a bare stack's input, and writes the last ones' output."""
         rows, code = request.rows, "bad_request"
         try:
             x = rows.read(request.prefilled, self.engine.max_tokens)
@@ -307,7 +309,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _watched(self):
-        """For a step, which others can see to hang."""
+        """Wraps a step, which others can see to hang."""
         self.step_began = time.monotonic()
         try:
             yield
@@ -315,7 +317,7 @@ class Scheduler:
             self.step_began = None
 
     def _step(self, kind, requests, work, samplers):
-        """The next token of each; None for a sampler of None, and where the step failed, which ends that request."""
+        """Returns the next token of each: None for a sampler of None, and where the step failed, which ends it."""
         self.steps[kind] += 1
         with self._watched():
             try:

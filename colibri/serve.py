@@ -2,6 +2,7 @@
 
 from colibri import build
 from colibri.errors import ColibriError
+from colibri.program import choice, integer
 
 QUEUE_SIZE = 64
 MAX_QUEUE_SIZE = 1 << 20
@@ -11,20 +12,20 @@ FORMATS = ("text", "json")
 OPTIONS = ("queue_size", "prefill_chunk", "drain", "log_format", "log_prompts")  # only with --serve or --http
 
 
-def add_options(parser, integer, choice):
-    """integer(option, low, high), choice(option, values): makers of argparse types."""
+def add_options(parser):
+    """Adds the service's options."""
     add = parser.add_argument_group("service").add_argument
     add("--serve", metavar="-|HOST:PORT|unix:PATH",
         help="answer requests, JSON a line, of stdin or of a socket's clients")
     add("--http", metavar="HOST:PORT", help="GET /health /ready /metrics, POST /v1/completions /v1/chat/completions")
-    add("--queue-size", type=integer("--queue-size", 0, MAX_QUEUE_SIZE), metavar="N",
+    add("--queue-size", type=integer(0, MAX_QUEUE_SIZE), metavar="N",
         help=f"requests that may wait for a slot (default {QUEUE_SIZE}); there are --batch-size slots")
-    add("--prefill-chunk", type=integer("--prefill-chunk", 1), metavar="N",
-        help="tokens of a prompt between two steps of the others (default: 4 on the host, 256 on a GPU); up to 64, more "
-             "of them where many decode")
-    add("--drain", type=integer("--drain", 0, MAX_DRAIN_SECONDS), metavar="SECONDS",
+    add("--prefill-chunk", type=integer(1), metavar="N",
+        help="tokens of a prompt between two steps of the others (default: 4 on the host, 256 on a GPU); up to 64, "
+             "more of them where many decode")
+    add("--drain", type=integer(0, MAX_DRAIN_SECONDS), metavar="SECONDS",
         help=f"to finish what runs after SIGTERM or Ctrl-C (default {DRAIN_SECONDS})")
-    add("--log-format", type=choice("--log-format", FORMATS), metavar="|".join(FORMATS),
+    add("--log-format", type=choice(FORMATS), metavar="|".join(FORMATS),
         help="of stderr, a line a request")
     add("--log-prompts", action="store_true", default=None, help="show the prompts in the log")
 
@@ -46,7 +47,6 @@ def check_options(options):
 def serve(engine, options):
     """Serves until a signal, or the end of stdin with --serve -."""
     import asyncio
-    import signal
 
     from colibri.engine import draw
     from colibri.scheduler import PREFILL_CHUNK
@@ -58,7 +58,6 @@ def serve(engine, options):
         raise ColibriError(f"--prefill-chunk: {options.prefill_chunk}, expected at most {engine.max_tokens}, "
                            f"{build.raise_limit('MAX_SEQ_LEN', options.prefill_chunk)}")
     draw(0, 0)  # imports numpy.random, which would hold up the first step that samples
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that leaves is an error of its connection alone
     main = Server(engine, options).main()
     try:
         asyncio.run(main)

@@ -99,7 +99,7 @@ class Server:
         self.log.event("serving", f"serving {self.name} on {shown}", model=self.name, **places)
 
     def _signal(self, number):
-        """The first asks for an end, the second makes one."""
+        """Asks for an end the first time, and makes one the second time."""
         if not self._signals:
             self._signals.append(number)
             self.log.event("stopping", f"stopping: {self._num_unanswered} requests to finish",
@@ -167,7 +167,7 @@ class Server:
     # What connections call.
 
     def opened(self, connection):
-        """Whether there is a place for it: its own, that of the longest idle one, or a spare one."""
+        """Returns whether there is a place for it: its own, that of the longest idle one, or a spare one."""
         self.metrics.connections += 1
         places = self._places[type(connection)]
         if len(places) >= self.max_connections:
@@ -192,7 +192,7 @@ class Server:
                 return
 
     def touched(self, connection):
-        """Of all connections it is the least idle."""
+        """Makes a connection the least idle of all."""
         if connection in self._places[type(connection)]:
             self._places[type(connection)].move_to_end(connection)
 
@@ -234,7 +234,7 @@ class Server:
         self._intake.run(function, size, told)
 
     def encoded(self, request, made, error):
-        """The prompt of a request is in tokens: made is (prompt, max_new_tokens). Or it is refused."""
+        """Submits a request whose prompt is in tokens, or refuses it. made: (prompt, max_new_tokens)"""
         request.encode = None
         if error is None:
             request.prompt, request.max_new_tokens = made
@@ -247,7 +247,7 @@ class Server:
         self._answered()
 
     def refusal(self, error, identity=None):
-        """What a client is told of an error that reading its request has raised, on whichever thread."""
+        """Returns what a client is told of an error that reading its request has raised, on whichever thread."""
         if isinstance(error, Refused):
             return error
         if isinstance(error, MemoryError):
@@ -263,11 +263,11 @@ class Server:
         self.log.event("request", id=error.id, finish="error", code=error.code, message=self._message(error))
 
     def _message(self, error):
-        """For the log: without what the client has sent, which may be of a prompt."""
+        """Returns an error's text for the log, without what the client has sent, which may be of a prompt."""
         return (str(error) if self.options.log_prompts else error.without_content())[:MESSAGE]
 
     def health(self):
-        """What is wrong, or ""."""
+        """Returns what is wrong, or ""."""
         began = self.scheduler.step_began
         if not self.scheduler.is_alive:
             return "the scheduler has ended"
@@ -284,7 +284,7 @@ class Server:
         return self.metrics.text(self.scheduler, self._state, self.log.lost, len(self.connections))
 
     def _news(self):
-        """What the scheduler has brought, for the clients it is for."""
+        """Takes what the scheduler has brought to the clients that it is for."""
         if self.scheduler.failure is not None:
             for request in self._intake.clear():  # they hear why, as those do that it had
                 self.scheduler.enter(request)
@@ -315,7 +315,7 @@ class Server:
             owner.flush()
 
     def _answered(self):
-        """A request's end has been told, or a message is read."""
+        """Counts a request whose end has been told, or a message that is read."""
         self._num_unanswered -= 1
         if self.is_draining and not self._num_unanswered:
             self._idle.set()

@@ -43,7 +43,7 @@ class Pipes:
             self._connection.pause_writing()
 
     def close(self):
-        """When all is written."""
+        """Closes when all is written."""
         self._is_closing = True
         if not self._waiting:
             self.abort()
@@ -105,7 +105,7 @@ class Pipes:
             self._connection.resume_writing()
 
     def _lost(self, error):
-        """Nobody reads stdout any more, or it cannot be written."""
+        """Ends the connection: nobody reads stdout any more, or it cannot be written."""
         self._waiting = 0
         self.abort()
         if isinstance(error, BrokenPipeError):

@@ -14,7 +14,8 @@ DROPPED_BYTES = 16  # that a token may stand for where its vocabulary is short: 
 CONTEXT = 8  # tokens of a prompt, the last with text, after which an answer's text is read
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token of byte fallback
 PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that byte-level BPE writes as their own character
-ALPHABET = [chr(byte if byte in PLAIN else 256 + sum(other not in PLAIN for other in range(byte))) for byte in range(256)]
+ALPHABET = [chr(byte if byte in PLAIN else 256 + sum(other not in PLAIN for other in range(byte)))
+            for byte in range(256)]
 BYTES = {character: byte for byte, character in enumerate(ALPHABET)}
 
 codecs.register_error("colibri.each", lambda error: ("\ufffd" * (error.end - error.start), error.end))
@@ -32,7 +33,7 @@ class Codec:
     most = math.inf  # tokens that are wanted at most
 
     def count(self, tokens):
-        """"1 byte", "17 tokens"."""
+        """Returns "1 byte", "17 tokens"."""
         return f"{len(tokens)} {self.unit}" + ("s" if len(tokens) != 1 else "")
 
     def encode(self, text, where, special=True):
@@ -200,8 +201,8 @@ class Pieces:
 
     A piece holds whole characters and stays as it is, whatever comes. All pieces together are the answer's text: what
     the tokens of prompt and answer read as together, after the prompt's text, without the bytes at the end of a
-    character that is not complete. Other bytes that are no UTF-8 read as U+FFFD: each byte where they are tokens of byte
-    fallback, else as the Unicode standard has it. Whole characters among them stay.
+    character that is not complete. Other bytes that are no UTF-8 read as U+FFFD: each byte where they are tokens of
+    byte fallback, else as the Unicode standard has it. Whole characters among them stay.
 
     A tokenizer's decoder may take the blank away from a text's first word, and otherwise looks at neighbours at most.
     So a token is decoded after two others: the first of the text, and the one before it.

@@ -68,7 +68,7 @@ class HostMemory:
         pass
 
     def read(self, address, shape, dtype):
-        """A writable array that keeps the state block alive, also after close()."""
+        """Returns a writable array that keeps the state block alive, also after close()."""
         dtype, start = np.dtype(dtype), address - self._start
         return self._state[start:start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
@@ -115,7 +115,7 @@ def _block(num_bytes):
 
 
 def largest_cache_bytes():
-    """Of the first processor's caches; 0 where the kernel does not tell."""
+    """Returns the size of the first processor's largest cache; 0 where the kernel does not tell."""
     sizes = [0]
     for path in glob.glob("/sys/devices/system/cpu/cpu0/cache/index*/size"):
         with open(path) as file:

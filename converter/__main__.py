@@ -1,13 +1,15 @@
 """Runs the converter's command line: python -m converter moe.pt moe.bin"""
 
-import os
 import signal
 import sys
 
-from colibri.errors import ColibriError, guard_imports, of_system, writing_stdout
+from colibri.errors import ColibriError, printable
+from colibri.program import Parser, choice, guard_imports, integer, number, run, writing_stdout
 
-if __name__ == "__main__":  # during the imports: main() takes over
-    guard_imports("python -m converter", "interrupted; nothing was written")
+INTERRUPTED = "interrupted; nothing was written"
+
+if __name__ == "__main__":  # during the imports
+    guard_imports("python -m converter", INTERRUPTED)
 
 import argparse
 import contextlib
@@ -19,7 +21,6 @@ from tqdm import tqdm
 
 from colibri import __version__, headers
 from converter import bin_writer, config, hub, inputs, inspection, interleave, mapped, sources, text_files, v1
-from converter.zip_reader import printable
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
 EXAMPLES = """\
@@ -49,37 +50,33 @@ largest matrix, and the output appears complete or not at all. Exit status:
 0 done, 2 an error (one line on stderr), 130 interrupted.
 """
 
+DTYPES = ("keep", "f16", "bf16", "f32")
+FORMATS = ("v2", "v1")
 INTERPRETER_BYTES = 24 << 20  # anonymous memory of Python with numpy
 TENSOR_BYTES = 4 << 10        # of one tensor's description while the checkpoint is read
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ColibriError(f"python -m converter: {message}; see --help")
-
-
 def parser():
-    p = Parser(prog="python -m converter", description=DESCRIPTION, epilog=EXAMPLES, allow_abbrev=False,
-               formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser("converter", description=DESCRIPTION, epilog=EXAMPLES)
     p.add_argument("checkpoint", help="a .pt of torch.save, a .safetensors, a Hugging Face or DeepSpeed-MoE folder, a "
                    "version 1 .bin, or the id of a model on the Hugging Face Hub")
     p.add_argument("output", nargs="?", help="the .bin to write")
     p.add_argument("--config", metavar="FILE",
                    help="config.json of the model (default: NAME.json, then config.json, beside the checkpoint)")
-    p.add_argument("--k", type=int, help="experts per token")
+    p.add_argument("--k", type=integer(), help="experts per token")
     p.add_argument("--activation", help="silu, gelu (exact) or relu")
     p.add_argument("--renormalize", action=argparse.BooleanOptionalAction,
                    help="divide the k weights by their sum, or not")
-    p.add_argument("--num-groups", type=int, help="groups of experts, of which a token chooses some (default: 1)")
-    p.add_argument("--topk-groups", type=int, help="groups that a token may choose from (default: 1)")
-    p.add_argument("--routed-scaling", type=float, help="factor of the k weights (default: 1)")
-    p.add_argument("--dtype", choices=["keep", "f16", "bf16", "f32"], default="keep",
+    p.add_argument("--num-groups", type=integer(), help="groups of experts, of which a token chooses some (default: 1)")
+    p.add_argument("--topk-groups", type=integer(), help="groups that a token may choose from (default: 1)")
+    p.add_argument("--routed-scaling", type=number(), help="factor of the k weights (default: 1)")
+    p.add_argument("--dtype", type=choice(DTYPES), default="keep", metavar="|".join(DTYPES),
                    help="of the matrices (default: keep the checkpoint's; float64 becomes f32)")
-    p.add_argument("--format", choices=["v2", "v1"], default="v2",
+    p.add_argument("--format", type=choice(FORMATS), default="v2", metavar="|".join(FORMATS),
                    help="v1: one layer, f16, 2-matrix experts (default: v2)")
-    p.add_argument("--layer", type=int, help="the layer that --format v1 writes")
-    p.add_argument("--hidden", type=int, help="hidden size of a version 1 input")
-    p.add_argument("--ffn", type=int,
+    p.add_argument("--layer", type=integer(), help="the layer that --format v1 writes")
+    p.add_argument("--hidden", type=integer(), help="hidden size of a version 1 input")
+    p.add_argument("--ffn", type=integer(),
                    help="rows of an expert's up matrix, of a version 1 input and of experts joined in Megatron's "
                         "weight1")
     p.add_argument("--inspect", action="store_true", help="say what the checkpoint is, and write nothing")
@@ -188,7 +185,7 @@ def convert(options):
 
 def say(text, file=None):
     """Prints lines without the control characters that names from a checkpoint may hold."""
-    with contextlib.nullcontext() if file else writing_stdout("report"):
+    with contextlib.nullcontext() if file else writing_stdout():
         print("\n".join(map(printable, text.split("\n"))), file=file)
 
 
@@ -198,7 +195,7 @@ def _check_options(options):
     if options.inspect and options.output:
         raise ColibriError(f"{options.output}: an output with --inspect, which writes nothing; drop one of them")
     if not options.inspect and not options.output:
-        raise ColibriError("python -m converter: the following arguments are required: output; see --help")
+        parser().error("the following arguments are required: output")
 
 
 def progress_bar(num_bytes, output):
@@ -254,31 +251,7 @@ def _report(plan, header, directory, dtype, ignored):
 
 def main(arguments=None):
     """Runs the command line and returns the exit status."""
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(number, signal.default_int_handler)
-        _open_streams()
-        convert(parser().parse_intermixed_args(arguments))  # an optional output after options
-        return 0
-    except ColibriError as error:
-        message, status = " ".join(str(error).splitlines()), 2
-    except OSError as error:  # of a path that cannot even be looked at, or without one
-        message, status = of_system(error), 2
-        if error.filename is not None:
-            message = f"{error.filename}: {error.strerror}, expected a usable path; check it"
-    except KeyboardInterrupt:
-        message, status = "interrupted; nothing was written", 130
-    with contextlib.suppress(OSError):
-        say(message, sys.stderr)
-    return status
-
-
-def _open_streams():
-    """Opens the standard streams that are closed, so that the output file does not take their place."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    return run(lambda: convert(parser().parse_args(arguments)), INTERRUPTED, (signal.SIGTERM, signal.SIGHUP))
 
 
 if __name__ == "__main__":

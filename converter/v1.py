@@ -10,7 +10,8 @@ import struct
 
 import numpy as np
 
-from colibri.errors import ColibriError, writing_stdout
+from colibri.errors import ColibriError
+from colibri.program import writing_stdout
 from converter import bin_writer, interleave, sources
 from converter.mapped import map_file
 from converter.tensor import Storage, Tensor
@@ -84,7 +85,7 @@ def convert(family, fields, bound, options):
            f"{experts} expert{'s' if experts != 1 else ''}, k={fields['k']}")
 
 
-@writing_stdout("report")
+@writing_stdout()
 def _print(text):
     print(text)
 

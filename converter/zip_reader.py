@@ -12,7 +12,7 @@ import tempfile
 import zlib
 from collections import namedtuple
 
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, printable
 from converter.mapped import check_size
 from converter.tensor import CRC_BYTES, Storage
 
@@ -181,8 +181,3 @@ def inflate(data, record, where):
 def shown(name):
     """Returns a name from the file, safe to print on one line."""
     return printable(name[:200])
-
-
-def printable(line):
-    """Returns a line without control characters, which a terminal would obey, and without surrogates."""
-    return line if line.isprintable() else line.encode("unicode_escape").decode()

@@ -13,6 +13,9 @@ int colibri_config(void *config) {
 #define VALUE(field, macro) .field = (macro),
     Config baked = {CONFIG_FIELDS(VALUE)};
 #undef VALUE
+#if CUDA_ARCH
+    baked.cuda_version = cuda_ops.cuda_version;
+#endif
     memcpy(config, &baked, sizeof baked);
     return 0;
 }

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,16 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter):
     if not HAS_GPU and terminalreporter.stats.get("deselected"):
         terminalreporter.write_line("deselected: tests marked gpu, for there is no NVIDIA GPU on this machine")
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """Puts back the handlers that a command line sets which a test runs in this process."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
 
 
 def program(module, *arguments, environment=(), **options):

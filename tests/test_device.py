@@ -55,8 +55,8 @@ def use(monkeypatch):
     gpu.properties.cache_clear()
 
 
-def library(cuda_arch, path=b"cuda sm_90, CUDA 13.0"):
-    return types.SimpleNamespace(file="lib.so", baked={"cuda_arch": cuda_arch}, path=lambda _: path,
+def library(cuda_arch):
+    return types.SimpleNamespace(file="lib.so", baked={"cuda_arch": cuda_arch, "cuda_version": 13000}, path=print,
                                  headers=types.SimpleNamespace(constants={"COLIBRI_CUDA": 1}))
 
 

@@ -18,7 +18,7 @@ from service import TIMEOUT, Service
 from synthetic import STACK, write_model
 from test_serve import LONG, greedy, slow_service
 
-from colibri.http import NEUTRAL, RENAMED, transcript
+from colibri.openai import NEUTRAL, RENAMED, transcript
 from colibri.requests import Refused
 
 openai = pytest.importorskip("openai")

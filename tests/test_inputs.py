@@ -30,7 +30,7 @@ def folder_of(path, arrays, config=MIXTRAL_CONFIG, **files):
     return path
 
 
-def test_shards_of_pickles(capsys, tmp_path):
+def test_shards_of_pickles(capfd, tmp_path):
     arrays = mixtral_arrays()
     folder = folder_of(tmp_path / "model", arrays)
     whole = (convert(folder, tmp_path / "whole.bin"), (tmp_path / "whole.bin").read_bytes())[1]
@@ -44,22 +44,22 @@ def test_shards_of_pickles(capsys, tmp_path):
     convert(folder, tmp_path / "sharded.bin")
     assert (tmp_path / "sharded.bin").read_bytes() == whole
     (folder / "pytorch_model-2.bin").unlink()
-    capsys.readouterr()
+    capfd.readouterr()
     assert "pytorch_model-2.bin: no such file beside it, expected every shard" in refusal(
-        capsys, folder, tmp_path / "a.bin")
+        capfd, folder, tmp_path / "a.bin")
 
 
-def test_an_index_that_is_a_pipe(capsys, tmp_path):
+def test_an_index_that_is_a_pipe(capfd, tmp_path):
     os.mkfifo(tmp_path / "a.index.json")
-    assert "a.index.json: no regular file" in refusal(capsys, tmp_path / "a.index.json", tmp_path / "a.bin")
+    assert "a.index.json: no regular file" in refusal(capfd, tmp_path / "a.index.json", tmp_path / "a.bin")
 
 
-def test_folders_that_are_none(capsys, tmp_path):
+def test_folders_that_are_none(capfd, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "a directory without weights, expected one of model.safetensors.index.json" in refusal(
-        capsys, tmp_path / "empty", tmp_path / "a.bin")
+        capfd, tmp_path / "empty", tmp_path / "a.bin")
     folder = folder_of(tmp_path / "other", mixtral_arrays(), {**MIXTRAL_CONFIG, "model_type": "llama"})
-    assert "model_type=llama, expected one of mixtral, olmoe" in refusal(capsys, folder, tmp_path / "a.bin")
+    assert "model_type=llama, expected one of mixtral, olmoe" in refusal(capfd, folder, tmp_path / "a.bin")
 
 
 def test_the_tokenizer_goes_into_the_file(tmp_path):
@@ -140,10 +140,10 @@ def test_deepspeed_folder(tmp_path, nested, local):
     assert not arrays["layers.0.experts_down_bias"].any()
 
 
-def test_deepspeed_bias_that_is_not_added(capsys, tmp_path):
+def test_deepspeed_bias_that_is_not_added(capfd, tmp_path):
     deepspeed(tmp_path / "ds", down_bias=0.5)
     convert(tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
-    assert capsys.readouterr().err.count("dense_4h_to_h.bias: not zero, but DeepSpeed does not add it either") == 6
+    assert capfd.readouterr().err.count("dense_4h_to_h.bias: not zero, but DeepSpeed does not add it either") == 6
 
 
 @pytest.mark.parametrize("change, cause", [
@@ -161,19 +161,19 @@ def test_deepspeed_bias_that_is_not_added(capsys, tmp_path):
     (lambda step: [file.unlink() for file in step.iterdir()], "no mp_rank_00_model_states.pt, expected one in a Deep"),
     (lambda step: (step.parent / "latest").write_text("../elsewhere"), "'../elsewhere', expected the name of a folder"),
 ])
-def test_deepspeed_folders_that_cannot_be(capsys, tmp_path, change, cause):
+def test_deepspeed_folders_that_cannot_be(capfd, tmp_path, change, cause):
     deepspeed(tmp_path / "ds")
     change(tmp_path / "ds" / "global_step7")
-    assert cause in refusal(capsys, tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
+    assert cause in refusal(capfd, tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
 
 
-def test_an_expert_in_the_place_of_another_of_its_rank(capsys, tmp_path):
+def test_an_expert_in_the_place_of_another_of_its_rank(capfd, tmp_path):
     deepspeed(tmp_path / "ds", experts=6, local=3)
     step = tmp_path / "ds" / "global_step7"
     shutil.copy(step / "layer_1_expert_5_mp_rank_00_model_states.pt",
                 step / "layer_1_expert_3_mp_rank_00_model_states.pt")
     assert "layer_1_expert_3_mp_rank_00_model_states.pt: expert 2 by the names in it, expected 3" in refusal(
-        capsys, tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
+        capfd, tmp_path / "ds", tmp_path / "a.bin", *CHOICES)
 
 
 # Megatron and fairseq
@@ -258,37 +258,37 @@ def read_all(path, *flags):
     return converter.convert(converter.parser().parse_args([str(path), str(path.with_suffix(".bin")), *flags]))
 
 
-def test_groups_and_scaling_of_bare_layers(capsys, tmp_path):
+def test_groups_and_scaling_of_bare_layers(capfd, tmp_path):
     """From a config or from flags; a family whose models have them says what it takes where nothing tells."""
     path = shutil.copy(DATA / "pt" / "fam_deepseek_v3.pt", tmp_path / "a.pt")
     experts = convert(path, tmp_path / "0.bin", *CHOICES[:2], "--renormalize")[0]["num_experts"]
     assert ("taken to choose from all experts and not to scale; if it does otherwise, give --num-groups, "
-            "--topk-groups, --routed-scaling") in capsys.readouterr().err
+            "--topk-groups, --routed-scaling") in capfd.readouterr().err
     flags = ["--num-groups", experts, "--topk-groups", "2", "--routed-scaling", "2.5"]
     one = convert(path, tmp_path / "1.bin", *CHOICES[:2], "--renormalize", *flags)[0]
     assert (one["num_groups"], one["topk_groups"], one["routed_scaling"]) == (experts, 2, 2.5)
     values = {"n_group": int(experts), "topk_group": 2, "routed_scaling_factor": 2.5, "num_experts_per_tok": 1,
               "norm_topk_prob": True, "scoring_func": "sigmoid"}
     (tmp_path / "a.json").write_text(json.dumps(values))
-    assert convert(path, tmp_path / "2.bin")[0].tobytes() == one.tobytes() and not capsys.readouterr().err
-    assert "--topk-groups: 1, but" in refusal(capsys, path, tmp_path / "b.bin", "--topk-groups", "1")
+    assert convert(path, tmp_path / "2.bin")[0].tobytes() == one.tobytes() and not capfd.readouterr().err
+    assert "--topk-groups: 1, but" in refusal(capfd, path, tmp_path / "b.bin", "--topk-groups", "1")
     (tmp_path / "a.json").write_text(json.dumps({**values, "scoring_func": "softmax"}))
     assert 'scoring_func="softmax", expected softmax or sigmoid, as deepseek_v3' in refusal(
-        capsys, path, tmp_path / "b.bin")
+        capfd, path, tmp_path / "b.bin")
     (tmp_path / "a.json").write_text(json.dumps({**values, "n_group": 5}))
-    assert f"num_groups=5, expected a divisor of num_experts={experts}" in refusal(capsys, path, tmp_path / "b.bin")
+    assert f"num_groups=5, expected a divisor of num_experts={experts}" in refusal(capfd, path, tmp_path / "b.bin")
 
 
-def test_bare_names_of_families_that_route_differently(capsys, tmp_path):
+def test_bare_names_of_families_that_route_differently(capfd, tmp_path):
     """Mixtral's names on disk are phimoe's too; phimoe's fused names could be gpt_oss's, which has biases, though."""
     generator, shape = np.random.default_rng(0), {"experts.gate_up_proj": (3, 12, 10), "experts.down_proj": (3, 10, 6)}
     convert(DATA / "pt" / "fam_mixtral_disk.pt", tmp_path / "a.bin", *CHOICES[:2], "--renormalize")
     warning = "mixtral/phimoe: names of families that route differently: taken to route by softmax"
-    assert warning in capsys.readouterr().err
+    assert warning in capfd.readouterr().err
     arrays = {f"model.layers.0.mlp.{name}": generator.standard_normal(size).astype(np.float32)
               for name, size in {"router.weight": (3, 10), **shape}.items()}
     header, got = convert(write_pt(tmp_path / "b.pt", arrays), tmp_path / "b.bin")
-    assert header["router_kind"] == 3 and not capsys.readouterr().err
+    assert header["router_kind"] == 3 and not capfd.readouterr().err
     np.testing.assert_array_equal(got["layers.0.experts_up"], arrays["model.layers.0.mlp.experts.gate_up_proj"])
 
 
@@ -325,9 +325,9 @@ def test_fairseq_biases_are_added(tmp_path):
 
 # --inspect
 
-def test_inspect_counts(capsys, tmp_path):
+def test_inspect_counts(capfd, tmp_path):
     assert converter.main([str(FAMILY / "qwen2_moe"), "--inspect", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    figures = json.loads(capfd.readouterr().out)
     convert(FAMILY / "qwen2_moe", tmp_path / "a.bin")
     header, arrays = read_bin(tmp_path / "a.bin")
     arrays.pop("rope_frequencies")
@@ -346,25 +346,25 @@ def test_the_output_may_come_after_options(tmp_path):
     assert read_bin(tmp_path / "a.bin")[0]["k"] == 2
 
 
-def test_inspect_tells_what_is_missing(capsys, tmp_path):
+def test_inspect_tells_what_is_missing(capfd, tmp_path):
     arrays = mixtral_arrays()
     del arrays["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     folder = folder_of(tmp_path / "model", arrays)
     assert converter.main([str(folder), "--inspect"]) == 0
-    lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    lines = dict(line.split(":", 1) for line in capfd.readouterr().out.splitlines())
     assert lines["missing"].strip() == "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     assert lines["family"].strip() == "mixtral" and lines["fits this machine"].strip().startswith("yes: ")
     assert converter.main([str(DATA / "gpt-moe-32.pt"), "--inspect"]) == 0
-    assert "a choice of --k, a choice of --activation" in capsys.readouterr().out
+    assert "a choice of --k, a choice of --activation" in capfd.readouterr().out
 
 
-def inspected(capsys, *arguments):
+def inspected(capfd, *arguments):
     assert converter.main([*map(str, arguments), "--inspect", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capfd.readouterr().out)
 
 
-def test_inspect_lists_files_that_are_missing(capsys, tmp_path):
-    figures = inspected(capsys, DATA / "pt" / "deepspeed_missing")
+def test_inspect_lists_files_that_are_missing(capfd, tmp_path):
+    figures = inspected(capfd, DATA / "pt" / "deepspeed_missing")
     assert figures["missing"][:3] == ["a choice of --k", "a choice of --activation",
                                       "a choice of --renormalize or --no-renormalize"]
     assert figures["missing"][3] == "layer_1_expert_7_mp_rank_00_model_states.pt"
@@ -373,39 +373,39 @@ def test_inspect_lists_files_that_are_missing(capsys, tmp_path):
     (folder / "model-00003-of-00011.safetensors").unlink()
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     lost = {name for name, shard in weight_map.items() if shard == "model-00003-of-00011.safetensors"}
-    missing = inspected(capsys, folder)["missing"]
+    missing = inspected(capfd, folder)["missing"]
     assert missing[0] == "model-00003-of-00011.safetensors" and set(missing[1:]) == lost
 
 
-def test_a_model_larger_than_the_memory_does_not_fit(capsys, monkeypatch):
+def test_a_model_larger_than_the_memory_does_not_fit(capfd, monkeypatch):
     from converter import inspection
-    assert inspected(capsys, FAMILY / "mixtral")["fits"] is True
+    assert inspected(capfd, FAMILY / "mixtral")["fits"] is True
     monkeypatch.setattr(inspection, "_memory_bytes", lambda: 1 << 20)
-    assert inspected(capsys, FAMILY / "mixtral")["fits"] is False
+    assert inspected(capfd, FAMILY / "mixtral")["fits"] is False
 
 
 @pytest.mark.parametrize("tool, name, memory, fits", [
     (None, "qwen3_moe", None, None), ("echo 143771; echo 1", "qwen3_moe", 143771 << 20, True),
     ("echo 1", "qwen3_moe", 1 << 20, False), ("echo 143771", "mixtral", 143771 << 20, False),  # f32
     ("exit 9", "qwen3_moe", None, None), ("echo none", "qwen3_moe", None, None)])
-def test_whether_a_model_fits_the_gpu(capsys, monkeypatch, tmp_path, tool, name, memory, fits):
+def test_whether_a_model_fits_the_gpu(capfd, monkeypatch, tmp_path, tool, name, memory, fits):
     if tool:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    figures = inspected(capsys, FAMILY / name)
+    figures = inspected(capfd, FAMILY / name)
     assert (figures["gpu_memory_bytes"], figures["fits_gpu"]) == (memory, fits)
     assert converter.main([str(FAMILY / name), "--inspect"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fits this GPU:"))
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("fits this GPU:"))
     assert line.split(":")[1].strip() == ("none found" if memory is None else "yes" if fits else "no")
 
 
 @pytest.mark.parametrize("arguments, cause", [
     (["--json", "a.bin"], "--json: given, expected only with --inspect"), ([], "required: output"),
     (["--inspect", "a.bin"], "a.bin: an output with --inspect")])
-def test_options_of_inspect(capsys, arguments, cause):
+def test_options_of_inspect(capfd, arguments, cause):
     assert converter.main([str(FAMILY / "mixtral"), *arguments]) == 2
-    assert cause in capsys.readouterr().err
+    assert cause in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("numbers, error", [
@@ -413,11 +413,11 @@ def test_options_of_inspect(capsys, arguments, cause):
               "rename these")),
     ([0, 2], ("missing tensor transformer.h.1.mlp.router.weight (and 6 more), expected 3 experts in each MoE layer of "
               "3 layers; the checkpoint is incomplete"))])
-def test_bare_layers_that_are_not_all(capsys, tmp_path, numbers, error):
+def test_bare_layers_that_are_not_all(capfd, tmp_path, numbers, error):
     arrays = {name.replace("h.0.", f"h.{number}."): array
               for number in numbers for name, array in gpt_arrays(layers=1).items()}
     write_pt(tmp_path / "a.pt", arrays)
-    assert refusal(capsys, tmp_path / "a.pt", tmp_path / "a.bin", *CHOICES) == f"{tmp_path}/a.pt: {error}\n"
+    assert refusal(capfd, tmp_path / "a.pt", tmp_path / "a.bin", *CHOICES) == f"{tmp_path}/a.pt: {error}\n"
 
 
 def test_a_file_of_an_earlier_conversion(tmp_path):
@@ -430,16 +430,16 @@ def test_a_file_of_an_earlier_conversion(tmp_path):
     assert held.tensors
 
 
-def test_bare_layers_without_experts(capsys, tmp_path):
+def test_bare_layers_without_experts(capfd, tmp_path):
     """A router of no rows, where only the number of experts tells their size; and a checkpoint of nothing."""
     arrays = {"router.weight": np.ones((0, 8), "f2"), "experts.weight1": np.ones((8, 24), "f2"),
               "experts.weight2": np.ones((12, 8), "f2")}
     write_pt(tmp_path / "a.pt", {f"decoder.layers.0.mlp.{name}": array for name, array in arrays.items()})
     write(tmp_path / "none.safetensors", {}, b"")
     for arguments in (["--inspect"], [tmp_path / "a.bin", *CHOICES]):
-        assert refusal(capsys, tmp_path / "a.pt", *arguments) == (
+        assert refusal(capfd, tmp_path / "a.pt", *arguments) == (
             f"{tmp_path}/a.pt: num_experts=0, expected 1 to 256; correct the config or the flag\n")
-        assert refusal(capsys, tmp_path / "none.safetensors", *arguments) == (
+        assert refusal(capfd, tmp_path / "none.safetensors", *arguments) == (
             f"{tmp_path}/none.safetensors: 0 tensors, expected those of a model; download or save the checkpoint "
             "again\n")
 
@@ -452,18 +452,18 @@ def write_safetensors(path, arrays):
 
 
 @pytest.mark.parametrize("arguments", [["--inspect"], ["a.bin", "--k", "1", "--renormalize", "--activation", "silu"]])
-def test_a_whole_model_without_its_config(capsys, tmp_path, arguments):
+def test_a_whole_model_without_its_config(capfd, tmp_path, arguments):
     """Is not taken for a bare stack, which needs none."""
     arrays = mixtral_arrays()
     write_safetensors(tmp_path / "model.safetensors", arrays)
     error = ("model.safetensors: model.embed_tokens.weight (and 6 more) of a whole language model, but no config with "
              "model_type, expected its config.json beside it; put it there, or name it with --config\n")
-    assert refusal(capsys, tmp_path / "model.safetensors", *arguments).endswith(error)
+    assert refusal(capfd, tmp_path / "model.safetensors", *arguments).endswith(error)
     attention = {name: array for name, array in arrays.items() if "moe" in name or "q_proj" in name}
     write_safetensors(tmp_path / "model.safetensors", attention)
     error = "0.self_attn.q_proj.weight (and 1 more) of a whole language model, but no config"
-    assert error in refusal(capsys, tmp_path / "model.safetensors", *arguments)
+    assert error in refusal(capfd, tmp_path / "model.safetensors", *arguments)
     stack = {name: array for name, array in arrays.items() if "moe" in name}
     write_safetensors(tmp_path / "model.safetensors", stack)
-    assert inspected(capsys, tmp_path / "model.safetensors")["missing"] == [
+    assert inspected(capfd, tmp_path / "model.safetensors")["missing"] == [
         "a choice of --k", "a choice of --renormalize or --no-renormalize"]

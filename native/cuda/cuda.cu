@@ -10,5 +10,6 @@ static const char *name() {
 }
 
 #define OP(op, has) .op = (has) ? cuda_##op : nullptr,
-extern "C" const Ops cuda_ops = {.name = name, .scratch_bytes = cuda_scratch_bytes, .upload = cuda_upload, OPS(OP)};
+extern "C" const Ops cuda_ops = {
+    .name = name, .cuda_version = CUDART_VERSION, .scratch_bytes = cuda_scratch_bytes, .upload = cuda_upload, OPS(OP)};
 #undef OP
