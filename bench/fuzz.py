@@ -27,8 +27,9 @@ import numpy as np
 from bench.program import ROOT, Parser, Seconds, amount, run
 from colibri import build, headers, requests
 from colibri.checkpoint import FLAGS, FLOATS, Checkpoint
-from colibri.engine import Engine, Sampler
+from colibri.engine import Engine
 from colibri.errors import ColibriError
+from colibri.sampling import Sampler
 from converter import bin_writer
 
 SECONDS = 300

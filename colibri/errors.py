@@ -5,12 +5,24 @@ import os
 import signal
 import sys
 import traceback
+from numbers import Integral
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class ColibriError(Exception):
     """A mistake in the input, the options or the machine; the command line prints its text alone and exits with 2."""
+
+
+def between(name, value, default, low, high):
+    """The value, or the default for None."""
+    if value is None:
+        return default
+    if not isinstance(value, Integral):
+        raise ColibriError(f"{name}: {value!r}, expected an integer, {low} to {high}")
+    if not low <= value <= high:
+        raise ColibriError(f"{name}: {value}, expected {low} to {high}")
+    return value
 
 
 def of_system(error):

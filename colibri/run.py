@@ -20,8 +20,11 @@ import numpy as np
 from colibri import __version__, build, report, serve
 from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
 from colibri.checkpoint import Checkpoint
-from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, Engine, Sampler, check_sampler, most_threads
+from colibri.engine import MAX_SLOTS, Engine
+from colibri.library import BACKENDS, DISPATCH
+from colibri.sampling import Sampler, check_sampler
 from colibri.text import Pieces, codec
+from colibri.weights import most_threads
 
 USAGE = """python -m colibri.run --model FILE [options]
        python -m colibri.run --doctor [--model FILE]"""

@@ -48,7 +48,7 @@ def serve(engine, options):
     import asyncio
     import signal
 
-    from colibri.engine import draw
+    from colibri.sampling import draw
     from colibri.scheduler import PREFILL_CHUNK
     from colibri.server import Server
     if options.prefill_chunk is None:

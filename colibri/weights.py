@@ -8,10 +8,12 @@ import time
 
 import numpy as np
 
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, between
 
 PROBE_BYTES = 64 << 20, 512 << 20  # least and most: four times what the largest cache holds, between these
 PROBE_SECONDS = 0.2
+MAX_THREADS = 256
+THREADS_PER_PROCESSOR = 4  # at most
 
 
 class HostMemory:
@@ -156,3 +158,13 @@ def usable_processors():
         return count if quota == "max" else max(1, min(count, -(-int(quota) // int(period))))
     except (OSError, ValueError):
         return count
+
+
+def check_threads(threads):
+    """The number of threads, or the default for None."""
+    return between("threads", threads, min(usable_processors(), MAX_THREADS), 1, most_threads())
+
+
+def most_threads():
+    """More would be slower, and could leave no room for another's stack."""
+    return min(MAX_THREADS, THREADS_PER_PROCESSOR * usable_processors())

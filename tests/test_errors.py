@@ -17,7 +17,7 @@ from synthetic import STACK, seal, write_model
 
 from colibri import build, headers
 from colibri.checkpoint import Checkpoint
-from colibri.engine import most_threads
+from colibri.weights import most_threads
 
 PROMPT = ("--prompt", "hello")
 CONFIG = (ROOT / "native" / "config.h").read_text()

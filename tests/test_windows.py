@@ -106,10 +106,11 @@ def test_results_are_in_the_order_of_the_sessions(make):
 def test_the_library_refuses_more_than_a_piece_of_a_slot(make):
     engine, *_ = make(5)
     with engine, engine.session():
-        engine.batch["slots"], engine.batch["positions"] = 0, np.arange(engine.max_tokens)
+        fields = engine.batch.fields
+        fields["slots"][:], fields["positions"][:] = 0, np.arange(engine.max_tokens)
         engine.run_op("begin", 128)
         with pytest.raises(ColibriError, match="batch: more than 128 tokens of slot 0, expected no more in one step"):
             engine.run_op("begin", 129)
-        engine.batch["slots"][0, 1::2] = 1
-        engine.batch["positions"] = np.arange(engine.max_tokens) // 2
+        fields["slots"][1::2] = 1
+        fields["positions"][:] = np.arange(engine.max_tokens) // 2
         engine.run_op("begin", 256)
