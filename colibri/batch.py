@@ -10,6 +10,7 @@ class Batch:
 
     fields:  {name: array}
     address: of the struct
+    max_tokens, max_logits: of one call of the library
     """
 
     def __init__(self, memory, headers, max_piece, has_rope_lengths):
@@ -23,37 +24,39 @@ class Batch:
                        for name in struct.names}
         self.address = self._struct.ctypes.data
         self._max_piece, self._has_rope_lengths = max_piece, has_rope_lengths
-        self._max_tokens = headers.constants["MAX_TOKENS"]
+        self.max_tokens, self.max_logits = (headers.constants[f"MAX_STEP_{name}"] for name in ("TOKENS", "LOGITS"))
 
     def fill(self, pending, is_sampled, every):
         """Fills the batch with as many tokens as fit, of no session more than its cache bears.
 
         pending: [(session, tokens, sampler or None, row of the result for its first logits)]
-        Returns what is left of it, the number of tokens, the rows of the result that the logits are, and what it took.
+        Returns what is left of it, the number of tokens, what it took, and which logits are wanted: [(row of the result,
+        the token in the batch, its sampler, the position of the token that is drawn)].
         """
-        left, taken, tokens, rows, logit_rows, drawn = [], [], [], [], [], []
+        left, taken, tokens, wanted = [], [], [], []
         num_tokens = 0
         for session, rest, sampler, row in pending:
-            count = min(len(rest), self._max_piece, self._max_tokens - num_tokens)
-            wanted = 0 if is_sampled and sampler is None else count if every else int(count == len(rest))
+            count = min(len(rest), self._max_piece, self.max_tokens - num_tokens)
+            rows = 0 if is_sampled and sampler is None else count if every else int(count == len(rest))
             if count < len(rest):
-                left.append((session, rest[count:], sampler, row + wanted))
+                left.append((session, rest[count:], sampler, row + rows))
             if count == 0:
                 continue
             tokens.append(rest[:count])
             num_tokens += count
             taken.append((session, count))
-            for i in range(wanted):
-                logit_rows.append(num_tokens - wanted + i)
-                drawn.append((sampler, session.length + count - wanted + i + 1))
-                rows.append(row + i)
+            for i in range(rows):
+                wanted.append((row + i, num_tokens - rows + i, sampler, session.length + count - rows + i + 1))
         self._set_tokens(taken, tokens, num_tokens)
-        fields = self.fields
-        fields["logit_rows"][:len(rows)] = logit_rows
-        fields["num_tokens"][0], fields["num_logits"][0], fields["sample"][0] = num_tokens, len(rows), is_sampled
+        self.fields["num_tokens"][0] = num_tokens
+        return left, num_tokens, taken, wanted
+
+    def want(self, logits, is_sampled):
+        """Sets which logits the next call computes, at most max_logits of fill()'s."""
+        self.fields["logit_rows"][:len(logits)] = [token for _, token, _, _ in logits]
+        self.fields["num_logits"][0], self.fields["sample"][0] = len(logits), is_sampled
         if is_sampled:
-            self._set_samplers(drawn)
-        return left, num_tokens, rows, taken
+            self._set_samplers([(sampler, position) for _, _, sampler, position in logits])
 
     def _set_tokens(self, taken, tokens, num_tokens):
         """taken: [(session, how many tokens)], tokens: [those]"""

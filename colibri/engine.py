@@ -6,10 +6,9 @@ import time
 
 import numpy as np
 
+from colibri import capacity, native
 from colibri import library as libraries
-from colibri import native
 from colibri.batch import Batch
-from colibri.build import raise_limit
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError, between
 from colibri.library import DISPATCH
@@ -44,12 +43,13 @@ class Engine:
     build:      False makes a library that is not built yet an error
     num_layers: run only the first so many layers, to look at what happens inside
     dispatch:   on a GPU, "device" (None: this), "combo" or "dynamic": see colibri.launch.Launcher
+    context:    the most tokens of a session; None: the model's own positions, or as many as memory holds
 
     An engine may be used from several threads: it runs one step at a time. Everything wrong raises ColibriError.
     """
 
     def __init__(self, path, backend="auto", threads=None, num_slots=None, build=True, num_layers=None,
-                 dispatch=None):
+                 dispatch=None, context=None):
         self._lock = threading.Lock()
         start = time.perf_counter()
         self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
@@ -64,8 +64,8 @@ class Engine:
         loaded = time.perf_counter()
         baked = self.library.baked
         self.num_slots = self.num_slots or min(baked["max_batch"], MAX_SLOTS)
-        self.max_tokens = self.library.headers.constants["MAX_TOKENS"]
-        self.context = min(baked["max_seq_len"], header["max_positions"] or baked["max_seq_len"])
+        self.max_tokens = self.library.headers.constants["MAX_STEP_TOKENS"]
+        self._asked = context
         try:
             self._place(memory)
         except ColibriError as error:
@@ -97,15 +97,16 @@ class Engine:
         library, memory, structs = self.library, self.memory, self.library.headers.structs
         header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
         header["num_layers"] = self.num_layers
-        self._buffers = {buffer.name: buffer for buffer in library.headers.state_buffers(header[0], self.num_slots)}
-        sizes = library.headers.cache_values(header[0])
+        self._choose_context(header)
+        self._buffers = {buffer.name: buffer for buffer in library.headers.state_buffers(header[0], self.num_slots,
+                                                                                         self.context)}
+        sizes = library.headers.cache_values(header[0], self.context)
         self.max_piece, self._is_limited = sizes["max_piece"], sizes["is_limited"]
         self._set_rope(header[0])
-        state_bytes = library.state_bytes(memory.code, header.ctypes.data, self.num_slots)
-        cache_bytes = sum(buffer.rows * buffer.columns * buffer.dtype.itemsize for name, buffer in self._buffers.items()
-                          if name.endswith("_cache"))
-        memory.reserve({"weights": sum(view.nbytes for view in self.checkpoint.tensors.values()),
-                        "KV cache": cache_bytes, "workspaces": state_bytes - cache_bytes})
+        state_bytes = library.state_bytes(memory.code, header.ctypes.data, self.num_slots, self.context)
+        cache_bytes, _ = library.headers.state_bytes(header[0], self.num_slots, self.context)
+        memory.reserve({"weights": self.checkpoint.weight_bytes, "KV cache": cache_bytes,
+                        "workspaces": state_bytes - cache_bytes})
         self._weights = pointers(self.checkpoint, memory.weights(self.checkpoint), structs)
         state = memory.state(state_bytes)
         self.batch = Batch(memory, library.headers, self.max_piece, self._has_rope_lengths)
@@ -115,9 +116,18 @@ class Engine:
                                f"{self._model.nbytes} from native/model.h; build the library again with make")
         self._address = self._model.ctypes.data
         library.bind(self._address, memory.code, header.ctypes.data, self._weights[0].ctypes.data,
-                     self._weights[1].ctypes.data, state, self.batch.address, self.num_slots, self.threads,
-                     memory.stream)
+                     self._weights[1].ctypes.data, state, self.batch.address, self.num_slots, self.context,
+                     self.threads, memory.stream)
         self._place_experts()
+
+    def _choose_context(self, header):
+        """Sets the positions of a session: how many memory holds is known once the backend's is open."""
+        sizes, num_slots = self.library.headers, self.num_slots
+        rest = (self.library.state_bytes(self.memory.code, header.ctypes.data, num_slots, capacity.STEP)
+                - sizes.state_bytes(header[0], num_slots, capacity.STEP)[0] + self.checkpoint.weight_bytes)
+        self.capacity = capacity.choose(self.checkpoint, self._asked, num_slots, lambda positions: (
+            rest + sizes.state_bytes(header[0], num_slots, positions)[0]), self.memory.available())
+        self.context = self.capacity.positions
 
     def _set_rope(self, header):
         """Finds out whether frequencies depend on a session's length, and from which on."""
@@ -196,17 +206,26 @@ class Engine:
         results = ([None] * num_rows if is_sampled else
                    np.empty((num_rows, self.checkpoint.header["vocab_size"]), np.float32))
         while pending:
-            pending, num_tokens, rows, taken = self.batch.fill(pending, is_sampled, every)
-            self._run(self.library.forward, num_tokens, len(rows))
+            pending, taken = self._run_some(pending, is_sampled, every, results)
+            for session, count in taken:
+                session.length += count
+        return results
+
+    def _run_some(self, pending, is_sampled, every, results):
+        """Runs as many tokens as fit in one step, see Batch.fill. Returns what is left and [(session, count)]."""
+        left, num_tokens, taken, wanted = self.batch.fill(pending, is_sampled, every)
+        for start in range(0, max(len(wanted), 1), self.batch.max_logits):
+            logits = wanted[start:start + self.batch.max_logits]
+            self.batch.want(logits, is_sampled)
+            self._run(self.library.forward_logits if start else self.library.forward, num_tokens, len(logits))
+            rows = [row for row, *_ in logits]
             if is_sampled:
                 for row, token in zip(rows, self.batch.fields["sampled"][:len(rows)].tolist()):
                     results[row] = token
             elif rows:
                 results[rows] = self.state("logits", len(rows))
                 _check_finite("step: the logits", results[rows], rows)
-            for session, count in taken:
-                session.length += count
-        return results
+        return left, taken
 
     def _compute_again(self, session, tokens):
         """Computes the keys and values of a session's earlier tokens, [] or all, for its new length of rope."""
@@ -214,9 +233,8 @@ class Engine:
         try:
             session.length -= len(tokens)
             while pending:
-                pending, num_tokens, _, _ = self.batch.fill(pending, True, False)
-                self._run(self.library.forward, num_tokens, 0)
-                session.length += num_tokens
+                pending, [(_, count)] = self._run_some(pending, True, False, [])
+                session.length += count
         except BaseException:
             session.rope.spoil()
             raise
@@ -257,11 +275,7 @@ class Engine:
 
     def context_rule(self, wanted):
         """For an error about too many tokens: how many fit, which limit that is, and what to do to have `wanted`."""
-        positions, built = self.checkpoint.header["max_positions"], self.library.baked["max_seq_len"]
-        if 0 < positions <= built:
-            return f"{positions}, the model's own positions (max_positions of {self.checkpoint.path}); use fewer"
-        note = f" (the model has {positions} positions)" if positions else ""
-        return f"{built}, {raise_limit('MAX_SEQ_LEN', min(wanted, positions or wanted), note)}"
+        return self.capacity.rule(wanted, self.checkpoint.path)
 
     def state(self, name, rows=None):
         """The first rows (None: all) of a buffer of model.h's STATE_BUFFERS, as the last step left it; copy to keep."""

@@ -56,7 +56,7 @@ def serve(engine, options):
                                     engine.max_tokens)
     if options.prefill_chunk > engine.max_tokens:
         raise ColibriError(f"--prefill-chunk: {options.prefill_chunk}, expected at most {engine.max_tokens}, "
-                           f"{build.raise_limit('MAX_SEQ_LEN', options.prefill_chunk)}")
+                           f"{build.raise_limit('MAX_STEP_TOKENS', options.prefill_chunk)}")
     draw(0, 0)  # imports numpy.random, which would hold up the first step that samples
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a client that leaves is an error of its connection alone
     main = Server(engine, options).main()

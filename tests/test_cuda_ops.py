@@ -92,7 +92,7 @@ class Pair:
 
     def places(self, rows):
         """(slot, position) for every token, no two at the same place of a cache."""
-        values = self.host.library.headers.cache_values(self.header)
+        values = self.host.library.headers.cache_values(self.header, self.host.context)
         kept = values["ring"] if values["num_windowed"] else self.host.context
         flat = np.sort(self.rng.choice(self.host.num_slots * kept, rows, replace=False))
         rounds = self.rng.integers(0, self.host.context // kept, rows)

@@ -139,7 +139,7 @@ def test_too_little_memory_is_one_line_before_anything_is_allocated(use):
         memory.reserve({"weights": 2 << 30, "KV cache": 1 << 30, "workspaces": 1 << 29})
     assert str(error.value) == (
         "GPU memory: 3.56 GiB needed (weights 2.00, KV cache 1.00, workspaces 0.50, graphs 0.06), 3.00 GiB free; lower "
-        "--batch-size or MAX_SEQ_LEN, end other processes on the GPU, or run with --backend host")
+        "--batch-size or --context, end other processes on the GPU, or run with --backend host")
 
 
 def test_error_on_the_device_names_the_step(use):

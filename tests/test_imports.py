@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "device": ("gpu", "launch", "errors"),
     "sampling": ("errors",), "session": ("native", "rope", "sampling", "errors"), "batch": ("sampling",),
     "library": ("build", "native", "weights", "gpu", "device", "errors"),
-    "engine": ("checkpoint", "build", "native", "weights", "library", "sampling", "session", "batch", "errors"),
+    "capacity": ("errors",),
+    "engine": ("capacity", "checkpoint", "native", "weights", "library", "sampling", "session", "batch", "errors"),
     "report": ("errors",), "text": ("errors",), "arrays": ("errors",), "listen": ("errors",), "log": (), "stdio": (),
     "intake": (), "metrics": ("report",), "requests": ("arrays", "report", "sampling", "text", "errors"),
     "scheduler": ("requests", "errors"), "connection": ("intake", "requests"),
@@ -28,8 +29,8 @@ MAY_IMPORT = {
                "errors"),
     "serve": ("build", "sampling", "listen", "scheduler", "http", "server", "errors"),
     "doctor": ("places", "build", "checkpoint", "weights", "gpu", "library", "errors", "native"),
-    "run": ("__version__", "headers", "checkpoint", "build", "weights", "library", "sampling", "engine", "report",
-            "doctor", "text", "arrays", "serve", "log", "errors"),
+    "run": ("__version__", "headers", "checkpoint", "build", "weights", "library", "sampling", "capacity", "engine",
+            "report", "doctor", "text", "arrays", "serve", "log", "errors"),
 }
 
 

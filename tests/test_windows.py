@@ -86,7 +86,7 @@ def test_bytes_of_the_cache(make, window):
             assert engine.state(name).nbytes == engine.num_slots * position * (CONTEXT + 3 * RINGS[window])
             assert whole.state(name).nbytes == whole.num_slots * position * 4 * CONTEXT
         headers = [np.frombuffer(model.checkpoint.header_bytes, np.uint8) for model in (engine, whole)]
-        small, large = (model.library.state_bytes(0, header.ctypes.data, 3)
+        small, large = (model.library.state_bytes(0, header.ctypes.data, 3, CONTEXT)
                         for model, header in zip((engine, whole), headers))
         assert abs(large - small - 2 * 3 * position * 3 * (CONTEXT - RINGS[window])) <= 2 * 4096
 
