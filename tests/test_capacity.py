@@ -17,8 +17,8 @@ from colibri.sampling import Sampler
 
 LENGTH = 20_000
 # Sizes are multiples of 64, so that no padding is left to read back.
-TINY = {**DENSE, "num_layers": 1, "hidden": 64, "ffn": 32, "num_experts": 64, "num_heads": 2, "num_kv_heads": 2,
-        "head_dim": 32, "vocab_size": 64, "max_positions": 1 << 20, "weight_dtype": 0}
+TINY = {**DENSE, "num_layers": 1, "hidden": 64, "ffn": 32, "num_experts": 64, "num_heads": 2, "num_kv_heads": 1,
+        "head_dim": 16, "vocab_size": 64, "max_positions": 1 << 20, "weight_dtype": 0}
 QWEN3_30B_A3B = {"num_experts": 128, "k": 8, "hidden": 2048, "ffn": 768, "num_heads": 32, "num_kv_heads": 4,
                  "head_dim": 128, "v_head_dim": 128, "rotary_dim": 128, "vocab_size": 151936}
 
@@ -104,6 +104,7 @@ def last_logits(header, tensors, prompt, rows):
     q, k, v, _ = reference_families.split_gqa(h, w, normed, normed @ w["qkv"].T)
     rotation = reference_families.frequencies(h, tensors, np.full(len(prompt), len(prompt)))
     q, k = (reference_families.rope(part, *rotation) for part in (q, k))
+    k, v = (part.repeat(2, axis=1) for part in (k, v))
     out = np.empty((rows, *q.shape[1:]))
     for row, position in enumerate(range(len(prompt) - rows, len(prompt))):
         scores = np.einsum("hd,shd->hs", q[position], k[:position + 1]) * h["attention_scale"]
