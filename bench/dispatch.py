@@ -18,7 +18,9 @@ from pathlib import Path
 from bench.kernels import save
 from bench.program import ROOT, count, example_model, make_parser, run
 from colibri import gpu
-from colibri.engine import DISPATCH, Engine, Sampler
+from colibri.engine import Engine
+from colibri.library import DISPATCH
+from colibri.sampling import Sampler
 
 LAYER_OPS = ("attention_norm", "qkv", "rope", "attention", "attention_out", "ffn_norm", "router",
              "experts_up", "experts_down", "combine")

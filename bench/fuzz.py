@@ -27,9 +27,10 @@ import numpy as np
 from bench.program import ROOT, Seconds, amount, make_parser, run
 from colibri import build, headers, requests
 from colibri.checkpoint import FLAGS, FLOATS, Checkpoint
-from colibri.engine import Engine, Sampler
+from colibri.engine import Engine
 from colibri.errors import ColibriError
 from colibri.program import integer
+from colibri.sampling import Sampler
 from converter import bin_writer
 
 SECONDS = 300

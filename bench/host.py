@@ -65,10 +65,10 @@ class Stack:
                 layer["router"] = self.routers[index].ctypes.data
                 layer["experts_up"] = self.weights.ctypes.data + index * (UP_BYTES + DOWN_BYTES)
                 layer["experts_down"] = layer["experts_up"] + UP_BYTES
-            state = np.frombuffer(mmap.mmap(-1, self.library.state_bytes(0, header.ctypes.data, 1)), np.uint8)
+            state = np.frombuffer(mmap.mmap(-1, self.library.state_bytes(0, header.ctypes.data, 1, 1)), np.uint8)
             model = np.zeros(self.library.model_bytes(), np.uint8)
             self.library.bind(model.ctypes.data, 0, header.ctypes.data, weights.ctypes.data, layers.ctypes.data,
-                              state.ctypes.data, batch.ctypes.data, 1, threads, None)
+                              state.ctypes.data, batch.ctypes.data, 1, 1, threads, None)
             start = int(model.view(structs["Model"])["state"]["place"][0]) - state.ctypes.data
             state[start:start + 4 * LAYERS * EXPERTS].view(np.int32).reshape(LAYERS, EXPERTS)[:] = np.arange(EXPERTS)
             x = np.zeros((512, HIDDEN), np.float32)

@@ -28,7 +28,6 @@ import numpy as np
 from cuda.bindings import nvrtc
 
 from bench.program import ROOT, count, make_parser, run, several
-from colibri.errors import ColibriError
 from colibri.gpu import arch, call, driver, properties
 from colibri.headers import default, stored_elements
 from colibri.native import Library
@@ -70,7 +69,7 @@ extern "C" __global__ void read(const uint4 *from, unsigned *to, long count) {
 def library(config, extra=""):
     """Returns the CUDA library for this GPU with this configuration baked in. Builds it if need be."""
     defines = [f"-D{default().macros[name]}={value}" for name, value in config.items() if name != "num_layers"]
-    text = " ".join(defines + extra.split())
+    text = " ".join([*defines, "-DMAX_STEP_LOGITS=MAX_STEP_TOKENS", *extra.split()])
     subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, check=True)
     return Library(ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so")
 
@@ -83,10 +82,7 @@ class Bench:
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", properties().handle))
         self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.library = library(self.config, extra)
-        longest = self.library.baked["max_seq_len"]
-        if positions > longest:
-            raise ColibriError(f"--positions={positions}, expected at most {longest}; "
-                               "--extra=-DMAX_SEQ_LEN=N raises it")
+        context = max(positions, self.library.baked["max_step_tokens"])  # a prompt's tokens are of one sequence
         self.rng, self.block, self.blocks = np.random.default_rng(1), None, []
         headers, num_layers = self.library.headers, self.config["num_layers"]
         header, weights = np.zeros(1, headers.structs["BinHeader"]), np.zeros(1, headers.structs["Weights"])
@@ -105,16 +101,17 @@ class Bench:
         memory = (ctypes.c_uint8 * headers.structs["Batch"].itemsize).from_address(self.batch)
         self.fields = np.frombuffer(memory, headers.structs["Batch"])
         self.fields.view(np.uint8)[:] = 0
-        size = self.library.state_bytes(1, header.ctypes.data, num_slots)
+        size = self.library.state_bytes(1, header.ctypes.data, num_slots, context)
         self.state = self.allocate(size)
         call("cuMemsetD8", self.state, 0, size)
         self.offsets, offset = {}, 0
-        for buffer in headers.state_buffers(header[0], num_slots):
+        for buffer in headers.state_buffers(header[0], num_slots, context):
             self.offsets[buffer.name] = self.state + offset
             offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
         self.library.bind(self.model.ctypes.data, 1, header.ctypes.data, weights.ctypes.data, self.layers.ctypes.data,
-                          self.state, self.batch, num_slots, 1, int(self.stream))
+                          self.state, self.batch, num_slots, context, 1,
+                          int(self.stream))
         experts = np.tile(np.arange(self.config["num_experts"], dtype=np.int32), (num_layers, 1))
         call("cuMemcpyHtoD", self.offsets["place"], experts.ctypes.data, experts.nbytes)
         self.keep = header, weights
@@ -376,8 +373,7 @@ def main():
     parser = make_parser("kernels", __doc__)
     parser.add_argument("--shape", type=choice(SHAPES), metavar="|".join(SHAPES))
     parser.add_argument("--tokens", type=several(count), default=[1, 4, 16, 32], metavar="N,N,...")
-    parser.add_argument("--positions", type=count, default=512, metavar="N",
-                        help="that a token sees, up to the library's MAX_SEQ_LEN (--extra)")
+    parser.add_argument("--positions", type=count, default=512, metavar="N", help="that a token sees")
     parser.add_argument("--extra", default="")
     parser.add_argument("--ops", type=several(choice(OPS)), metavar="NAME,...",
                         help=f"of {', '.join(OPS)}; default: those that the shape is for")

@@ -8,7 +8,6 @@ where the gap was least, since other processes only add to it.
 
 import csv
 import json
-import os
 import queue
 import statistics
 import struct
@@ -118,7 +117,6 @@ def main():
     parser.add_argument("--rounds", type=count, default=5, metavar="N", help="of each kind (default 5)")
     parser.add_argument("--seconds", type=amount, default=4, metavar="N", help="of a round (default 4)")
     options = parser.parse_args()
-    os.environ["DEFINES"] = f"-DMAX_SEQ_LEN={CONTEXT}"
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(COLUMNS)
     command = " ".join(["python -m bench.refused", *sys.argv[1:]])

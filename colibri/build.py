@@ -3,7 +3,7 @@
 `python -m colibri.build MODEL=model.bin` builds a model's library, where there is no clone to run make in; ARCH=sm_90
 and DEFINES=... as for make. With --make before them it prints the -D options of that build, for the Makefile. They
 name only what differs from native/config.h's defaults, so `make` and the model that the defaults describe share one
-library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_SEQ_LEN=1024.
+library. The environment variable DEFINES adds to them, as it does for make: DEFINES=-DMAX_BATCH=64.
 """
 
 from colibri.errors import ColibriError
@@ -123,11 +123,13 @@ def check_defines(checkpoint=None):
                                "model decides, leave it out")
 
 
-def raise_limit(macro, value, note=""):
-    """What to do where a library was built for less than `value`. note: what else there is to know of the limit."""
+def raise_limit(macro, value, step_tokens=MOST):
+    """Says what to do where a library was built for less than `value`. step_tokens: MAX_STEP_TOKENS, a limit to it."""
     unset = "unset COLIBRI_LIBRARY and " if "COLIBRI_LIBRARY" in os.environ else ""
-    return (f"{macro} of the library{note}; use fewer, or {unset}raise it with DEFINES=-D{macro}={min(value, MOST)} in "
-            "the environment")
+    value = min(value, MOST)
+    options = f"-D{macro}={value}"
+    options = options if value <= step_tokens else f"'{options} -DMAX_STEP_TOKENS={value}'"
+    return f"{macro} of the library; use fewer, or {unset}raise it with DEFINES={options} in the environment"
 
 
 def make_command(checkpoint, arch="host"):

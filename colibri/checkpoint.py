@@ -54,6 +54,7 @@ class Checkpoint:
         directory = self._read_directory()
         self._check_values()
         self.tensors = self._read_tensors(directory)
+        self.weight_bytes = sum(view.nbytes for view in self.tensors.values())
         self._check_layout(directory)
         self.eos = self.header["eos_ids"][:self.header["num_eos"]]
         self.bos = self.header["bos_id"] if self.header["add_bos"] else None

@@ -32,17 +32,21 @@ class DeviceMemory:
     def stream(self):
         return self.gpu.stream
 
-    def reserve(self, parts):
-        """Opens the GPU, and checks that what will be allocated fits. parts: {"weights": bytes, ...}; graphs come on
-        top."""
+    def available(self):
+        """Opens the GPU. Returns what is free there but for graphs and a margin."""
         self.gpu.open()
+        free, _ = call("cuMemGetInfo")
+        return free - GRAPH_BYTES - free // 64
+
+    def reserve(self, parts):
+        """Checks that what will be allocated fits. parts: {"weights": bytes, ...}; graphs come on top."""
         free, _ = call("cuMemGetInfo")
         self._bytes = {**parts, "graphs": GRAPH_BYTES}
         needed = sum(self._bytes.values())
         if needed > free:
             listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in self._bytes.items())
             raise ColibriError(f"GPU memory: {needed / 2**30:.2f} GiB needed ({listed}), {free / 2**30:.2f} GiB free; lower "
-                               "--batch-size or MAX_SEQ_LEN, end other processes on the GPU, or run with --backend host")
+                               "--batch-size or --context, end other processes on the GPU, or run with --backend host")
 
     def weights(self, checkpoint):
         """All tensors in one block, laid out as in the file."""

@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import textwrap
 
-from colibri import build, engine, native, places
+from colibri import build, native, places
+from colibri import library as libraries
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 from colibri.weights import usable_processors
@@ -105,7 +106,7 @@ def extra(name):
 
 def driver():
     """Returns colibri.gpu, where there is a GPU to ask about."""
-    if not any(map(os.path.exists, engine.GPU_NODES)):
+    if not any(map(os.path.exists, libraries.GPU_NODES)):
         raise ColibriError("none on this machine: models run on the host")
     from colibri import gpu
     return gpu

@@ -104,21 +104,31 @@ class Headers:
                 return field, words.strip('"').format_map(names)
         return None
 
-    def cache_values(self, header):
-        """Returns CACHE_VALUES by name, with num_layers and num_windowed. header: a mapping with BinHeader's fields."""
+    def cache_values(self, header, context):
+        """Returns CACHE_VALUES by name, with num_layers and num_windowed.
+
+        header: a mapping with BinHeader's fields. context: the positions of a slot
+        """
         layers = int(header["num_layers"])
-        names = {"num_layers": layers, "window": int(header["window"]),
+        names = {"context": context, "num_layers": layers, "window": int(header["window"]),
                  "num_windowed": sum(in_mask(header["window_layers"], layer) for layer in range(layers))}
         for name, expression in map(_columns, self.tables["CACHE_VALUES"]):
             names[name] = evaluate(expression, {**self.constants, **names})
         return names
 
-    def state_buffers(self, header, num_slots):
+    def state_buffers(self, header, num_slots, context):
         """Returns STATE_BUFFERS as [Buffer(name, numpy dtype, rows, columns)], in the order of the state block."""
-        names = {**self.constants, **self.cache_values(header), "num_slots": num_slots}
+        names = {**self.constants, **self.cache_values(header, context), "num_slots": num_slots}
         rows = [_columns(row) for row in self.tables["STATE_BUFFERS"]]
         return [Buffer(name, np.dtype(SCALARS[kind]), evaluate(count, names), evaluate(width, names))
                 for name, kind, count, width in rows]
+
+    def state_bytes(self, header, num_slots, context):
+        """Returns (bytes of the KV cache, bytes of the other STATE_BUFFERS, a step's workspaces)."""
+        sizes = {buffer.name: buffer.rows * buffer.columns * buffer.dtype.itemsize
+                 for buffer in self.state_buffers(header, num_slots, context)}
+        cache = sum(size for name, size in sizes.items() if name.endswith("_cache"))
+        return cache, sum(sizes.values()) - cache
 
     def _constant(self, name, depth=0):
         """Returns a #define's integer value, following other #defines; None when it is not an integer."""

@@ -55,7 +55,7 @@ class Launcher:
         self.dispatch, self.num_steps, self.graphs = dispatch, 0, GraphCache(self.capture)
         self._gpu, self._library, self._routing = gpu, library, {}
         self._graphed = {id(library.forward), id(library.forward_stack)}  # ctypes functions have no hash
-        self._buckets = buckets(library.headers.constants["MAX_TOKENS"])
+        self._buckets = [buckets(library.headers.constants[name]) for name in ("MAX_STEP_TOKENS", "MAX_STEP_LOGITS")]
 
     def launch(self, function, model, *sizes):
         """Starts function(model, *sizes), sizes rounded up to those that graphs are made for."""
@@ -64,13 +64,17 @@ class Launcher:
         if id(function) not in self._graphed:
             function(model, *sizes)
             return
-        sizes = [self._buckets[size] for size in sizes]
+        sizes = self._launched(sizes)
         if self.dispatch == "dynamic":
             function(model, *sizes)
         elif self.dispatch == "combo" and sizes[0] == 1:
             self._launch_combinations(model, *sizes)
         else:
             self.graphs.get_or_create((id(function), model, *sizes), functools.partial(function, model, *sizes))
+
+    def _launched(self, sizes):
+        """(num_tokens, num_logits) or (num_tokens,) as graphs are made for."""
+        return tuple(bucket[size] for bucket, size in zip(self._buckets, sizes))
 
     def _launch_combinations(self, model, num_tokens, num_logits=0):
         """A step in parts, cut where a layer has its router: the experts that it chose name the graph of the next part."""
@@ -108,8 +112,9 @@ class Launcher:
         if baked["vocab_size"] == 0 or self.dispatch == "dynamic":
             return
         if self.dispatch == "device":
-            for size in sorted({self._buckets[size] for size in range(1, baked["max_batch"] + 1)}):
-                self.graphs.create((id(forward), model, size, size), functools.partial(forward, model, size, size))
+            most = len(self._buckets[1]) - 1
+            for sizes in sorted({self._launched((size, min(size, most))) for size in range(1, baked["max_batch"] + 1)}):
+                self.graphs.create((id(forward), model, *sizes), functools.partial(forward, model, *sizes))
             return
         has_router = self._has_router(model)
         count = math.comb(baked["num_experts"], baked["k"]) * sum(has_router)

@@ -83,7 +83,7 @@ class Meter:
             measured = "a token" if self.itl else "to the first token"
         figures = {
             "backend": engine.path, "why_host": engine.why_host, "threads": engine.threads,
-            "library": engine.library.file, "model": engine.checkpoint.path,
+            "library": engine.library.file, "model": engine.checkpoint.path, **_context(engine),
             "cold_start_ms": {name.replace(" ", "_"): seconds * 1e3 for name, seconds in self.cold_start.items()},
             "ttft_ms": _percentiles(self.ttft), "itl_ms": _percentiles(self.itl),
             "p99_latency_ms": percentile(self.itl or self.ttft, 99) * 1e3, "p99_latency_is": measured,
@@ -111,6 +111,13 @@ class Meter:
                 "read_gb_per_s": ceiling / 1e9, "fraction_of_read_bandwidth": rate / ceiling}
 
 
+def _context(engine):
+    """The positions of a session; of a bare stack nothing."""
+    if engine.checkpoint.header["num_heads"] == 0:
+        return {}
+    return {"context": engine.context, "context_is": engine.capacity.text()}
+
+
 def weight_bytes(checkpoint):
     """Returns the stored bytes that every step reads, and those of one expert in one layer.
 
@@ -134,6 +141,7 @@ def table(figures):
     lines = [
         ("backend", f"{figures['backend']}, {counted(figures['threads'], 'thread')}{note}"),
         ("library", figures["library"]),
+        *([("context", figures["context_is"])] if "context" in figures else []),
         ("cold start", f"{sum(cold.values()):.1f} ms: "
                        + ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in cold.items())),
         ("TTFT", _times(figures["ttft_ms"])),

@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field
 
 from colibri.arrays import Rows, check_replaceable
-from colibri.engine import Sampler, check_sampler
 from colibri.errors import ColibriError
 from colibri.report import counted, percentile
+from colibri.sampling import Sampler, check_sampler
 from colibri.text import Pieces, codec
 
 MAX_ID = 128           # characters; a number as an id has 64 bits

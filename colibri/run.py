@@ -16,9 +16,13 @@ import numpy as np
 
 from colibri import __version__, build, program, report, serve
 from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
+from colibri.capacity import MAX_CONTEXT
 from colibri.checkpoint import Checkpoint
-from colibri.engine import BACKENDS, DISPATCH, MAX_SLOTS, Engine, Sampler, check_sampler, most_threads
+from colibri.engine import MAX_SLOTS, Engine
+from colibri.library import BACKENDS, DISPATCH
+from colibri.sampling import Sampler, check_sampler
 from colibri.text import Pieces, codec
+from colibri.weights import most_threads
 
 USAGE = """python -m colibri.run --model FILE [options]
        python -m colibri.run --doctor [--model FILE]"""
@@ -86,6 +90,8 @@ def _add_options(parser):
         help="auto takes a GPU where there is one, and says why not otherwise")
     add("--dispatch", type=choice(DISPATCH), metavar="|".join(DISPATCH),
         help="how a GPU's steps are launched: one graph a size (default), one a combination of experts, or no graphs")
+    add("--context", type=integer(1, MAX_CONTEXT), metavar="N",
+        help="the most tokens of a sequence (default: the model's own positions, or as many as memory holds)")
     add("--precapture", action="store_true", help="make a GPU's graphs for decoding ahead, not when first needed")
     add("--threads", type=integer(1, most_threads()), metavar="N",
         help="host threads (default: all processors; at most 4 for each of them)")
@@ -188,7 +194,7 @@ def run(options):
     run_kind = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
     prepared = prepare(options, checkpoint)
     with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build,
-                dispatch=options.dispatch) as engine:
+                dispatch=options.dispatch, context=options.context) as engine:
         if options.precapture:
             engine.precapture()
         meter = report.Meter(engine, process_seconds)
@@ -199,7 +205,7 @@ def run(options):
 
 def serve_model(options, checkpoint):
     with Engine(checkpoint, options.backend, options.threads, options.batch_size, not options.no_build,
-                dispatch=options.dispatch) as engine:
+                dispatch=options.dispatch, context=options.context) as engine:
         _check_batch_size(engine.num_slots, engine)
         if options.precapture:
             engine.precapture()
@@ -210,7 +216,7 @@ def _check_batch_size(batch_size, engine):
     max_batch = engine.library.baked["max_batch"]
     if batch_size > max_batch:
         raise ColibriError(f"--batch-size: {batch_size}, expected at most {max_batch}, "
-                           f"{build.raise_limit('MAX_BATCH', batch_size)}")
+                           f"{build.raise_limit('MAX_BATCH', batch_size, engine.max_tokens)}")
 
 
 def prepare(options, checkpoint):

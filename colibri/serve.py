@@ -48,7 +48,7 @@ def serve(engine, options):
     """Serves until a signal, or the end of stdin with --serve -."""
     import asyncio
 
-    from colibri.engine import draw
+    from colibri.sampling import draw
     from colibri.scheduler import PREFILL_CHUNK
     from colibri.server import Server
     if options.prefill_chunk is None:
@@ -56,7 +56,7 @@ def serve(engine, options):
                                     engine.max_tokens)
     if options.prefill_chunk > engine.max_tokens:
         raise ColibriError(f"--prefill-chunk: {options.prefill_chunk}, expected at most {engine.max_tokens}, "
-                           f"{build.raise_limit('MAX_SEQ_LEN', options.prefill_chunk)}")
+                           f"{build.raise_limit('MAX_STEP_TOKENS', options.prefill_chunk)}")
     draw(0, 0)  # imports numpy.random, which would hold up the first step that samples
     main = Server(engine, options).main()
     try:

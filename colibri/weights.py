@@ -1,17 +1,23 @@
 """Checkpoint views -> host or device memory, and the pointer structs that C reads."""
 
+import contextlib
 import glob
 import math
 import mmap
 import os
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, between
 
 PROBE_BYTES = 64 << 20, 512 << 20  # least and most: four times what the largest cache holds, between these
 PROBE_SECONDS = 0.2
+MAX_THREADS = 256
+THREADS_PER_PROCESSOR = 4  # at most
+CGROUPS = "/sys/fs/cgroup"
 
 
 class HostMemory:
@@ -20,6 +26,7 @@ class HostMemory:
     colibri.device.DeviceMemory has the same members, and the engine uses no others:
       code      COLIBRI_HOST or COLIBRI_CUDA, as colibri_bind takes it
       stream    what colibri_bind takes: None, or the CUstream as an int
+      available()           -> bytes of memory for weights, caches and workspaces; asked once, before reserve()
       reserve(parts)        checks, before anything is allocated, that {"weights": bytes, "KV cache": ...} fit
       weights(checkpoint)   -> {tensor name: address} for every tensor of checkpoint.tensors
       state(num_bytes)      -> address of a zeroed block, aligned to 4096 bytes
@@ -46,6 +53,9 @@ class HostMemory:
         self._library = library
         self.code = library.headers.constants["COLIBRI_HOST"]
         self._state, self.seconds = None, {}
+
+    def available(self):
+        return available_bytes() * 15 // 16
 
     def reserve(self, parts):
         pass
@@ -111,7 +121,7 @@ def _block(num_bytes):
         return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     except OSError as error:
         raise ColibriError(f"memory: {num_bytes / 2**30:.2f} GiB of state: {error.strerror}; "
-                           "use fewer sessions at once (num_slots, --batch-size)") from None
+                           "use fewer sessions at once (num_slots, --batch-size) or a shorter --context") from None
 
 
 def largest_cache_bytes():
@@ -156,3 +166,32 @@ def usable_processors():
         return count if quota == "max" else max(1, min(count, -(-int(quota) // int(period))))
     except (OSError, ValueError):
         return count
+
+
+def available_bytes():
+    """Returns what memory this process may still take: what the kernel calls available, or its cgroups leave."""
+    with open("/proc/meminfo") as file:
+        left = [int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")]
+    try:
+        with open("/proc/self/cgroup") as file:
+            path = next(line.strip()[3:] for line in file if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return min(left)
+    own, root = Path(CGROUPS, path.strip("/")), Path(CGROUPS)
+    for group in (own, *own.parents):
+        if group == root or root in group.parents:
+            with contextlib.suppress(OSError, ValueError, TypeError):  # the root has no limit, a limit may be "max"
+                limit = int((group / "memory.max").read_text())
+                used = re.search(r"^anon (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                left.append(max(0, limit - int(used[1])))
+    return min(left)
+
+
+def check_threads(threads):
+    """The number of threads, or the default for None."""
+    return between("threads", threads, min(usable_processors(), MAX_THREADS), 1, most_threads())
+
+
+def most_threads():
+    """More would be slower, and could leave no room for another's stack."""
+    return min(MAX_THREADS, THREADS_PER_PROCESSOR * usable_processors())

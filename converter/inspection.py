@@ -12,6 +12,8 @@ from math import prod
 from colibri import headers
 from converter import bin_writer, interleave, rope, sources
 
+POSITIONS = 512  # of the session that is counted
+
 
 def inspect(plan, as_json):
     """Returns the report's text, a table or JSON."""
@@ -82,11 +84,10 @@ def _lines(figures):
 
 
 def _state_bytes(fields):
-    """Returns the bytes that a library for this model works in, with one session of the default capacity."""
+    """Returns what a library for this model would work in, with one session of POSITIONS."""
     baked = headers.default().structs["Config"].names
     own = headers.Headers({name: fields[name] for name in baked if name in fields})
-    return sum(buffer.rows * buffer.columns * buffer.dtype.itemsize
-               for buffer in own.state_buffers(fields, 1))
+    return sum(own.state_bytes(fields, 1, POSITIONS))
 
 
 def _memory_bytes():

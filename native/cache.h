@@ -4,17 +4,19 @@
 
 #include "model.h"
 
-/* How long the KV cache is, from the header's fields and num_windowed, the number of layers with a window. Such a layer
- * keeps a ring of positions: the window of a step's first token and all that the step brings. */
+/* How long the KV cache is, from the header's fields, num_windowed, the number of layers with a window, and context,
+ * the positions of a slot. A layer with a window keeps a ring of positions: the window of a step's first token and all
+ * that the step brings. */
 #define CACHE_BLOCK 64  /* positions of one kv head that lie together; readers go block by block */
 #define CACHE_GROUP 128 /* positions; a ring is a multiple of it, and so whole blocks */
 #define CACHE_VALUES(B) \
-    B(piece, (window > WINDOW_PIECE ? window : WINDOW_PIECE)) \
+    B(whole_piece, (window > WINDOW_PIECE ? window : WINDOW_PIECE)) \
+    B(piece, (whole_piece < MAX_STEP_TOKENS ? whole_piece : MAX_STEP_TOKENS)) \
     B(needed, (window + piece + CACHE_GROUP - 1) / CACHE_GROUP * CACHE_GROUP) \
-    B(ring, (needed < MAX_SEQ_LEN ? needed : MAX_SEQ_LEN)) \
-    B(is_limited, (num_windowed > 0) * (ring < MAX_SEQ_LEN)) \
-    B(max_piece, (is_limited ? piece : MAX_TOKENS)) /* tokens of one slot in a step */ \
-    B(cache_positions, (num_layers - num_windowed) * MAX_SEQ_LEN + num_windowed * ring) /* of a slot and kv head */
+    B(ring, (needed < context ? needed : context)) \
+    B(is_limited, (num_windowed > 0) * (ring < context)) \
+    B(max_piece, (is_limited ? piece : MAX_STEP_TOKENS)) /* tokens of one slot in a step */ \
+    B(cache_positions, (num_layers - num_windowed) * context + num_windowed * ring) /* of a slot and kv head */
 
 typedef struct CacheSizes {
     int64_t ring;
@@ -23,7 +25,7 @@ typedef struct CacheSizes {
 } CacheSizes;
 
 /* Of the first num_layers layers. */
-static inline CacheSizes cache_sizes(const BinHeader *header, int64_t num_layers) {
+static inline CacheSizes cache_sizes(const BinHeader *header, int64_t num_layers, int64_t context) {
     int64_t window = header->window, num_windowed = 0;
     for (int l = 0; l < num_layers; l++) num_windowed += layer_bit(header->window_layers, l);
 #define VALUE(name, expression) int64_t name = (expression);
@@ -36,15 +38,15 @@ static inline CacheSizes cache_sizes(const BinHeader *header, int64_t num_layers
 /* A layer's part of either cache: [slot][kv head][positions]. */
 typedef struct LayerCache {
     int64_t first_row;
-    int32_t positions; /* that the layer keeps: MAX_SEQ_LEN, or a ring of them */
+    int32_t positions; /* that the layer keeps: the context's, or a ring of them */
     int32_t window;    /* positions that a token sees, its own included; 0: all up to its own */
 } LayerCache;
 
 static inline LayerCache layer_cache(const Model *m, int layer) {
-    CacheSizes before = cache_sizes(&m->header, layer);
+    CacheSizes before = cache_sizes(&m->header, layer, m->context);
     int windowed = layer_bit(m->header.window_layers, layer);
     LayerCache cache = {m->num_slots * NUM_KV_HEADS * before.cache_positions,
-                        windowed ? (int32_t)before.ring : MAX_SEQ_LEN, windowed ? (int32_t)m->header.window : 0};
+                        windowed ? (int32_t)before.ring : m->context, windowed ? (int32_t)m->header.window : 0};
     return cache;
 }
 

@@ -20,11 +20,12 @@ int colibri_config(void *config);
 const char *colibri_path(int backend);
 /* sizeof(struct Model): the block that colibri_bind fills in. */
 int64_t colibri_model_bytes(void);
-/* Bytes of the state block for a file header and so many KV slots; 0 with an error where the backend is missing. */
-int64_t colibri_state_bytes(int backend, const void *header, int num_slots);
+/* Bytes of the state block for a file header, so many KV slots and positions of each; 0 with an error where the backend
+ * is missing. */
+int64_t colibri_state_bytes(int backend, const void *header, int num_slots, int context);
 /* Makes a model of a checked file header, its weights (struct Weights, struct Layer[num_layers]), a zeroed state block
  * and a batch. The declaration is one line: Python reads it so. */
-int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state, void *batch, int num_slots, int num_threads, void *stream);
+int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state, void *batch, int num_slots, int context, int num_threads, void *stream);
 /* Copies a mapped file's bytes to the device's `target`, with threads that fill two chunks each. Page-lock the chunks. */
 int colibri_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads, void *stream);
 /* One step over the model's batch: embed, layers, logits, sampled tokens. num_tokens, num_logits: launch sizes. */
@@ -32,6 +33,8 @@ int colibri_forward(void *model, int num_tokens, int num_logits);
 /* Part `part` of that step, or of a bare stack's: 0 up to the first router, then from one router to the next,
  * num_layers to the end. */
 int colibri_forward_part(void *model, int num_tokens, int num_logits, int part);
+/* Other logits of the latest step's num_tokens tokens, by the batch's logit_rows and samplers as they are now. */
+int colibri_forward_logits(void *model, int num_tokens, int num_logits);
 /* One step of a bare MoE stack, in place on state.x. */
 int colibri_forward_stack(void *model, int num_tokens);
 /* One op of ops.h by its name, on the model's state as colibri_forward would call it: for tests and benchmarks. */

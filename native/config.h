@@ -111,8 +111,11 @@
 #ifndef MAX_BATCH
 #define MAX_BATCH 32
 #endif
-#ifndef MAX_SEQ_LEN
-#define MAX_SEQ_LEN 512
+#ifndef MAX_STEP_TOKENS
+#define MAX_STEP_TOKENS 512
+#endif
+#ifndef MAX_STEP_LOGITS
+#define MAX_STEP_LOGITS (MAX_BATCH > 64 ? MAX_BATCH : 64) /* tokens of a step whose logits are computed at once */
 #endif
 #ifndef WINDOW_PIECE
 #define WINDOW_PIECE 128 /* tokens of one session in a step where layers keep only a window, unless it is larger */
@@ -135,8 +138,6 @@
 #define EXPERT_FORMAT (EXPERT_DTYPE ? EXPERT_DTYPE - 1 : WEIGHT_DTYPE)
 #define DENSE_FORMAT (DENSE_DTYPE ? DENSE_DTYPE - 1 : WEIGHT_DTYPE)
 #define COMPUTE_FORMAT (COMPUTE_DTYPE ? COMPUTE_DTYPE - 1 : WEIGHT_DTYPE)
-
-#define MAX_TOKENS (MAX_BATCH > MAX_SEQ_LEN ? MAX_BATCH : MAX_SEQ_LEN) /* of one forward call */
 
 /* Every value that is baked in: struct Config's field, which is the header's up to interleave_rows and the library's
  * own from there on, and the macro that sets it. */
@@ -175,7 +176,8 @@
     F(shared_gate, SHARED_GATE) \
     F(interleave_rows, PANEL_ROWS) \
     F(max_batch, MAX_BATCH) \
-    F(max_seq_len, MAX_SEQ_LEN) \
+    F(max_step_tokens, MAX_STEP_TOKENS) \
+    F(max_step_logits, MAX_STEP_LOGITS) \
     F(window_piece, WINDOW_PIECE) \
     F(stored_experts, STORED_EXPERTS) \
     F(cuda_arch, CUDA_ARCH)
@@ -186,8 +188,9 @@
 #define STATIC_ASSERT(condition, text) _Static_assert(condition, "native/config.h: expected " text "; correct DEFINES")
 #endif
 
-STATIC_ASSERT(MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1,
-              "MAX_BATCH >= 1 && MAX_SEQ_LEN >= 1 && WINDOW_PIECE >= 1");
+STATIC_ASSERT(MAX_BATCH >= 1 && MAX_BATCH <= MAX_STEP_TOKENS, "1 <= MAX_BATCH <= MAX_STEP_TOKENS");
+STATIC_ASSERT(MAX_STEP_LOGITS >= 1 && MAX_STEP_LOGITS <= MAX_STEP_TOKENS, "1 <= MAX_STEP_LOGITS <= MAX_STEP_TOKENS");
+STATIC_ASSERT(WINDOW_PIECE >= 1, "WINDOW_PIECE >= 1");
 
 /* MODEL_RULES of the values that are baked in. Nothing calls it. */
 static inline void check_model_rules(void) {

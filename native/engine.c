@@ -38,9 +38,10 @@ const char *colibri_path(int backend) {
 int64_t colibri_model_bytes(void) { return sizeof(Model); }
 
 /* Lays the buffers out one after another, each on a page of its own; with base 0 it only counts. */
-static int64_t lay_out(State *state, uintptr_t base, const Ops *ops, const BinHeader *header, int64_t num_slots) {
+static int64_t lay_out(State *state, uintptr_t base, const Ops *ops, const BinHeader *header, int64_t num_slots,
+                       int64_t context) {
     int64_t offset = 0, num_layers = header->num_layers;
-    int64_t cache_positions = cache_sizes(header, num_layers).cache_positions;
+    int64_t cache_positions = cache_sizes(header, num_layers, context).cache_positions;
 #define PLACE(name, type, rows, columns)                                                              \
     state->name = (type *)(base + offset);                                                            \
     offset += ((int64_t)sizeof(type) * (int64_t)(rows) * (int64_t)(columns) + DATA_ALIGNMENT - 1) /   \
@@ -51,14 +52,14 @@ static int64_t lay_out(State *state, uintptr_t base, const Ops *ops, const BinHe
     return offset + ops->scratch_bytes();
 }
 
-int64_t colibri_state_bytes(int backend, const void *header, int num_slots) {
+int64_t colibri_state_bytes(int backend, const void *header, int num_slots, int context) {
     const Ops *ops = ops_of(backend);
     State state;
-    return ops ? lay_out(&state, 0, ops, header, num_slots) : 0;
+    return ops ? lay_out(&state, 0, ops, header, num_slots, context) : 0;
 }
 
 int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state,
-                 void *batch, int num_slots, int num_threads, void *stream) {
+                 void *batch, int num_slots, int context, int num_threads, void *stream) {
     Model *m = model;
     memset(m, 0, sizeof *m);
     m->ops = ops_of(backend);
@@ -69,8 +70,9 @@ int colibri_bind(void *model, int backend, const void *header, const void *weigh
     m->batch = batch;
     m->stream = stream;
     m->num_slots = num_slots;
+    m->context = context;
     m->num_threads = num_threads;
-    lay_out(&m->state, (uintptr_t)state, m->ops, &m->header, num_slots);
+    lay_out(&m->state, (uintptr_t)state, m->ops, &m->header, num_slots, context);
     return backend == COLIBRI_HOST ? host_check_threads(num_threads) : 0;
 }
 

@@ -32,6 +32,13 @@ static int experts(Model *m, int num_tokens, int l) {
     return ops->combine(m, num_tokens, l);
 }
 
+static int logits(Model *m, int num_logits) {
+    m->layer = -1;
+    TRY(m->ops->gather_norm(m, num_logits, -1));
+    TRY(m->ops->lm_head(m, num_logits, -1));
+    return m->ops->sample(m, num_logits, -1);
+}
+
 int colibri_forward_part(void *model, int num_tokens, int num_logits, int part) {
     Model *m = model;
     const Ops *ops = m->ops;
@@ -40,11 +47,14 @@ int colibri_forward_part(void *model, int num_tokens, int num_logits, int part) 
     if (part == 0) TRY(ops->begin(m, num_tokens, -1));
     if (part == 0) TRY(ops->embed(m, num_tokens, -1));
     if (part < (int)m->header.num_layers) return route(m, num_tokens, part);
+    return num_logits ? logits(m, num_logits) : 0;
+}
+
+int colibri_forward_logits(void *model, int num_tokens, int num_logits) {
+    Model *m = model;
     m->layer = -1;
-    if (num_logits == 0) return 0;
-    TRY(ops->gather_norm(m, num_logits, -1));
-    TRY(ops->lm_head(m, num_logits, -1));
-    return ops->sample(m, num_logits, -1);
+    TRY(m->ops->begin(m, num_tokens, -1));
+    return logits(m, num_logits);
 }
 
 int colibri_forward(void *model, int num_tokens, int num_logits) {

@@ -29,23 +29,23 @@ typedef struct Weights {
  * tokens of one slot come in the order of their positions, at most max_piece (cache.h) in a step. logit_rows
  * names the tokens whose logits are wanted; sampled[i], sampler fields and logits row i belong to logit_rows[i]. */
 typedef struct Batch {
-    const float *input;                 /* (num_tokens, HIDDEN) of a bare stack, where its step can read them */
+    const float *input;                   /* (num_tokens, HIDDEN) of a bare stack, where its step can read them */
     int32_t num_tokens;
     int32_t num_logits;
-    int32_t sample;                     /* 0: logits only */
-    int32_t fault;                      /* 0, or FAULT_*; written by the device */
-    int32_t fault_layer;                /* of the router's faults; FAULT_LOGIT is where -1 was sampled */
-    int32_t fault_token;                /* of FAULT_ROUTER_LOGIT the token, of FAULT_EXPERT the expert */
-    int32_t tokens[MAX_TOKENS];
-    int32_t positions[MAX_TOKENS];
-    int32_t slots[MAX_TOKENS];
-    int32_t rope_lengths[MAX_TOKENS];   /* ROPE_LONG, ROPE_DYNAMIC: the length whose frequencies rotate the token */
-    int32_t logit_rows[MAX_TOKENS];
-    float temperature[MAX_TOKENS];      /* 0: greedy */
-    int32_t top_k[MAX_TOKENS];          /* 0: all */
-    float top_p[MAX_TOKENS];            /* 1: all */
-    float uniform[MAX_TOKENS];          /* in [0, 1): the draw, from the caller's seeded generator */
-    int32_t sampled[MAX_TOKENS];
+    int32_t sample;                       /* 0: logits only */
+    int32_t fault;                        /* 0, or FAULT_*; written by the device */
+    int32_t fault_layer;                  /* of the router's faults; FAULT_LOGIT is where -1 was sampled */
+    int32_t fault_token;                  /* of FAULT_ROUTER_LOGIT the token, of FAULT_EXPERT the expert */
+    int32_t tokens[MAX_STEP_TOKENS];
+    int32_t positions[MAX_STEP_TOKENS];
+    int32_t slots[MAX_STEP_TOKENS];
+    int32_t rope_lengths[MAX_STEP_TOKENS]; /* ROPE_LONG, ROPE_DYNAMIC: length whose frequencies rotate the token */
+    int32_t logit_rows[MAX_STEP_LOGITS];
+    float temperature[MAX_STEP_LOGITS];   /* 0: greedy */
+    int32_t top_k[MAX_STEP_LOGITS];       /* 0: all */
+    float top_p[MAX_STEP_LOGITS];         /* 1: all */
+    float uniform[MAX_STEP_LOGITS];       /* in [0, 1): the draw, from the caller's seeded generator */
+    int32_t sampled[MAX_STEP_LOGITS];
 } Batch;
 
 #define FAULT_ROUTER_LOGIT 1 /* a NaN or +inf router logit, or fewer than k finite ones */
@@ -58,25 +58,25 @@ typedef struct Batch {
     B(key_cache,        float,    num_slots * NUM_KV_HEADS * cache_positions, HEAD_DIM) /* rows by cache_row() */ \
     B(value_cache,      float,    num_slots * NUM_KV_HEADS * cache_positions, V_HEAD_DIM) \
     B(place,            int32_t,  num_layers, NUM_EXPERTS) /* of an expert, below STORED_EXPERTS; -1: none */ \
-    B(x,                float,    MAX_TOKENS, HIDDEN) \
-    B(normed,           float,    MAX_TOKENS, HIDDEN) \
-    B(qkv,              float,    MAX_TOKENS, QKV_ROWS) \
-    B(q,                float,    MAX_TOKENS, OWN_Q * NUM_HEADS * HEAD_DIM) \
-    B(dynamic_frequencies, float, MAX_TOKENS * (ROPE_KIND == ROPE_DYNAMIC), ROTARY_DIM / 2) /* of a GPU's step */ \
-    B(kv,               float,    MAX_TOKENS, KV_B_ROWS) /* the heads' k but for the rotated part, then their v */ \
-    B(attention,        float,    MAX_TOKENS, NUM_HEADS * V_HEAD_DIM) \
-    B(router_logits,    float,    MAX_TOKENS, NUM_EXPERTS) \
-    B(expert_ids,       int32_t,  MAX_TOKENS, EXPERTS_PER_TOKEN)  /* best first */ \
-    B(expert_weights,   float,    MAX_TOKENS, EXPERTS_PER_TOKEN) \
+    B(x,                float,    MAX_STEP_TOKENS, HIDDEN) \
+    B(normed,           float,    MAX_STEP_TOKENS, HIDDEN) \
+    B(qkv,              float,    MAX_STEP_TOKENS, QKV_ROWS) \
+    B(q,                float,    MAX_STEP_TOKENS, OWN_Q * NUM_HEADS * HEAD_DIM) \
+    B(dynamic_frequencies, float, MAX_STEP_TOKENS * (ROPE_KIND == ROPE_DYNAMIC), ROTARY_DIM / 2) /* of a GPU */ \
+    B(kv,               float,    MAX_STEP_TOKENS, KV_B_ROWS) /* the heads' k without the rotated part, then v */ \
+    B(attention,        float,    MAX_STEP_TOKENS, NUM_HEADS * V_HEAD_DIM) \
+    B(router_logits,    float,    MAX_STEP_TOKENS, NUM_EXPERTS) \
+    B(expert_ids,       int32_t,  MAX_STEP_TOKENS, EXPERTS_PER_TOKEN)  /* best first */ \
+    B(expert_weights,   float,    MAX_STEP_TOKENS, EXPERTS_PER_TOKEN) \
     B(expert_offsets,   int32_t,  1, NUM_EXPERTS + 1) /* expert e's assignments: [offsets[e], offsets[e+1]) */ \
-    B(assignments,      int32_t,  1, MAX_TOKENS * EXPERTS_PER_TOKEN)  /* token * k + slot, by expert, then by token */ \
+    B(assignments,      int32_t,  1, MAX_STEP_TOKENS * EXPERTS_PER_TOKEN) /* token * k + slot, by expert, then token */ \
     B(active_experts,   int32_t,  1, NUM_EXPERTS)     /* those with a token, ascending */ \
     B(num_active,       int32_t,  1, 1) \
-    B(expert_mid,       float,    MAX_TOKENS * EXPERTS_PER_TOKEN, FFN)    /* row token * k + slot */ \
-    B(expert_out,       float,    MAX_TOKENS * EXPERTS_PER_TOKEN, HIDDEN) /* row token * k + slot */ \
-    B(mlp_mid,          float,    MAX_TOKENS, MLP_FFN)    /* rows of the layer's own width */ \
-    B(mlp_out,          float,    MAX_TOKENS, HIDDEN * (MLP_FFN > 0)) \
-    B(logits,           float,    MAX_TOKENS, VOCAB_SIZE) \
+    B(expert_mid,       float,    MAX_STEP_TOKENS * EXPERTS_PER_TOKEN, FFN)    /* row token * k + slot */ \
+    B(expert_out,       float,    MAX_STEP_TOKENS * EXPERTS_PER_TOKEN, HIDDEN) /* row token * k + slot */ \
+    B(mlp_mid,          float,    MAX_STEP_TOKENS, MLP_FFN)    /* rows of the layer's own width */ \
+    B(mlp_out,          float,    MAX_STEP_TOKENS, HIDDEN * (MLP_FFN > 0)) \
+    B(logits,           float,    MAX_STEP_LOGITS, VOCAB_SIZE) \
     B(routed_tokens,    uint64_t, num_layers, NUM_EXPERTS) /* assignments since the start */ \
     B(experts_read,     uint64_t, 1, 1)                    /* sum of num_active since the start */
 
@@ -95,6 +95,7 @@ typedef struct Model {
     const struct Ops *ops;
     void *stream;        /* CUDA only: a CUstream */
     int32_t num_slots;   /* KV-cache timelines */
+    int32_t context;     /* positions of each */
     int32_t num_threads; /* host only */
     int32_t layer;       /* that is being run or launched; -1 outside of the layers */
 } Model;

@@ -57,16 +57,21 @@ def program(module, *arguments, environment=(), **options):
 
 
 def opened(path, context, num_slots=None):
-    """The model's Engine on the host over a library that is built in seconds rather than for speed, for `context`."""
+    """The model's Engine on the host over a library that is built in seconds rather than for speed.
+
+    context: the most tokens of a session, where the model has as many
+    """
     from colibri import build
     from colibri.checkpoint import Checkpoint
     from colibri.engine import Engine
-    config = " ".join([*build.defines(Checkpoint(path).header), f"-DMAX_SEQ_LEN={context} -O1"])
+    header = Checkpoint(path).header
+    config = " ".join([*build.defines(header), "-O1"])
     subprocess.run(["make", "-s", "-j2", f"CONFIG={config}"], cwd=ROOT, check=True)
     key = hashlib.sha256(config.encode()).hexdigest()[:12]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLIBRI_LIBRARY", str(ROOT / "build" / f"host-{key}" / "libcolibri.so"))
-        return Engine(path, backend="host", num_slots=num_slots)
+        return Engine(path, backend="host", num_slots=num_slots,
+                      context=min(context, header["max_positions"] or context))
 
 
 @pytest.fixture(scope="session")

@@ -23,13 +23,15 @@ ROOT = NATIVE.parent
 BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "weight_dtype",
          "activation", "gated", "router_kind", "router_bias", "renormalize", "num_groups", "topk_groups",
          "expert_bias")
+LOGITS = "-DMAX_STEP_LOGITS=512"  # so that steps of many logits run the prompt's kernels
+CONTEXT = 512  # of a GpuModel
 BARE = fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
 
 
-def library_file(extra="", max_seq_len=512, **config):
+def library_file(extra="", **config):
     """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
     defines = [f"-D{headers.default().macros[name]}={config[name]}" for name in BAKED if name in config]
-    text = " ".join([*defines, f"-DMAX_SEQ_LEN={max_seq_len}", *extra.split()])
+    text = " ".join([*defines, LOGITS, *extra.split()])
     made = subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, text=True, capture_output=True,
                           check=False)
     assert made.returncode == 0, made.stderr
@@ -39,13 +41,20 @@ def library_file(extra="", max_seq_len=512, **config):
 def build_all(paths):
     """The CUDA libraries of so many files, all at once."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda path: build.library_path(Checkpoint(path), arch()), paths))
+        list(pool.map(library_of, paths))
+
+
+def library_of(path):
+    """A file's library for this GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEFINES", LOGITS)
+        return build.library_path(Checkpoint(path), arch())
 
 
 def engines(path, **options):
     """(host, GPU): a file's Engines over one library, which has both backends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLIBRI_LIBRARY", build.library_path(Checkpoint(path), arch()))
+        patch.setenv("COLIBRI_LIBRARY", library_of(path))
         return tuple(Engine(path, backend=backend, **options) for backend in ("host", "cuda"))
 
 
@@ -77,15 +86,15 @@ class GpuModel:
         self.batch = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.pinned))
         self.batch = self.batch.view(structs["Batch"])[0]
         self.batch.fill(0)
-        state = self.allocate(self.library.state_bytes(1, header.ctypes.data, 2))
+        state = self.allocate(self.library.state_bytes(1, header.ctypes.data, 2, CONTEXT))
         self.buffers, offset = {}, 0
-        for buffer in self.library.headers.state_buffers(header[0], 2):
+        for buffer in self.library.headers.state_buffers(header[0], 2, CONTEXT):
             self.buffers[buffer.name] = buffer, state + offset
             offset += -(-buffer.rows * buffer.columns * buffer.dtype.itemsize // 4096) * 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
         self.keep = header, layers, weights
         self.library.bind(self.model.ctypes.data, 1, header.ctypes.data, weights.ctypes.data, layers.ctypes.data, state,
-                          self.pinned, 2, 1, int(self.stream))
+                          self.pinned, 2, CONTEXT, 1, int(self.stream))
         self.write("place", np.tile(np.arange(model["num_experts"]), (model["num_layers"], 1)))
 
     def allocate(self, size, array=None):

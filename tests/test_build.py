@@ -42,9 +42,9 @@ def test_make_and_python_agree_on_the_library(tmp_path, monkeypatch):
     path = write_model(tmp_path / "model.bin", STACK)
     expected = make_prints(f"MODEL={path}")
     assert build.library_path(Checkpoint(path)) == str(ROOT / expected)
-    monkeypatch.setenv("DEFINES", " -DMAX_BATCH=4   -DMAX_SEQ_LEN=32 ")
+    monkeypatch.setenv("DEFINES", " -DMAX_BATCH=4   -DWINDOW_PIECE=32 ")
     library = build.library_path(Checkpoint(path))
-    assert library == str(ROOT / make_prints(f"MODEL={path}", "DEFINES=-DMAX_BATCH=4 -DMAX_SEQ_LEN=32"))
+    assert library == str(ROOT / make_prints(f"MODEL={path}", "DEFINES=-DMAX_BATCH=4 -DWINDOW_PIECE=32"))
     assert native.Library(library).baked["max_batch"] == 4
     key = hashlib.sha256(build.config_string(Checkpoint(path).header).encode()).hexdigest()[:12]
     assert f"host-{key}" in library

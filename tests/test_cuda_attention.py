@@ -14,14 +14,12 @@ LENGTHS = [border + step for border in (2, 64, 65, 128, 512, 4096, 4160, 8192, 1
 
 @pytest.fixture(scope="module", params=("odd", "one kv head", "norms of heads, window", "latent"))
 def pairs(request, tmp_path_factory):
-    """One model with a library for SHORT contexts and one for LONG ones."""
+    """One model with SHORT contexts and with LONG ones."""
     path = synthetic.write_model(tmp_path_factory.mktemp("attention") / "model.bin", **MODELS[request.param],
                                  max_positions=0)
     pairs = []
     for context in (SHORT, LONG):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("DEFINES", f"-DMAX_SEQ_LEN={context}")
-            pairs.append(Pair(path, num_slots=5))
+        pairs.append(Pair(path, num_slots=5, context=context))
     yield pairs
     for pair in pairs:
         pair.gpu.close()
@@ -40,7 +38,7 @@ def attend(pair, q, positions, slots, layer, launched=None):
 
 def part(pair, name, layer):
     """A layer's part of the host's cache, (slots, kv heads, positions, dimensions)."""
-    header, ring = pair.header, pair.host.library.headers.cache_values(pair.header)["ring"]
+    header, ring = pair.header, pair.host.library.headers.cache_values(pair.header, pair.host.context)["ring"]
     kept = [ring if header["window_layers"][0] >> number & 1 else pair.host.context for number in range(layer + 1)]
     rows = [pair.host.num_slots * int(header["num_kv_heads"]) * positions for positions in kept]
     cache = pair.host.state(name)[sum(rows[:-1]):sum(rows)]

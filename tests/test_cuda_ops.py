@@ -72,7 +72,7 @@ class Pair:
         for engine in (self.host, self.gpu):
             for name, value in {"num_logits": rows, "logit_rows": range(rows), "slots": [0] * rows,
                                 "positions": [0] * rows, **values}.items():
-                field = engine._fields[name]
+                field = engine.batch.fields[name]
                 field[:len(value) if np.ndim(value) else 1] = value
             engine.run_op("begin", rows)
 
@@ -92,7 +92,7 @@ class Pair:
 
     def places(self, rows):
         """(slot, position) for every token, no two at the same place of a cache."""
-        values = self.host.library.headers.cache_values(self.header)
+        values = self.host.library.headers.cache_values(self.header, self.host.context)
         kept = values["ring"] if values["num_windowed"] else self.host.context
         flat = np.sort(self.rng.choice(self.host.num_slots * kept, rows, replace=False))
         rounds = self.rng.integers(0, self.host.context // kept, rows)
@@ -204,9 +204,9 @@ def test_sampling(pair, rows):
              "top_p": choose([1, 0.9, 0.5, 0.01], rows), "uniform": pair.rng.random(rows).astype(np.float32)}
     pair.begin(rows, sample=1, **kinds)
     for engine in (pair.host, pair.gpu):
-        engine._fields["sampled"][:] = -7
+        engine.batch.fields["sampled"][:] = -7
         engine.run_op("sample", rows)
-    got, expected = pair.gpu._fields["sampled"][:rows], pair.host._fields["sampled"][:rows]
+    got, expected = pair.gpu.batch.fields["sampled"][:rows], pair.host.batch.fields["sampled"][:rows]
     greedy = kinds["temperature"] == 0
     np.testing.assert_array_equal(got[greedy], expected[greedy])
     assert (got != expected).sum() <= rows // 200  # a draw may fall within a rounding of the border of two tokens
@@ -239,7 +239,7 @@ def test_rows_do_not_depend_on_their_batch(pair, op):
             if array.size:
                 pair.gpu.write(name, array[:rows])
         for name, array in {"num_logits": rows, **places}.items():
-            pair.gpu._fields[name][:rows if np.ndim(array) else 1] = array[:rows] if np.ndim(array) else array
+            pair.gpu.batch.fields[name][:rows if np.ndim(array) else 1] = array[:rows] if np.ndim(array) else array
         pair.gpu.run_op("begin", rows)
         pair.gpu.run_op(op, min(rows + rows // 2, 512), 1)
         results.append(pair.gpu.state(out, rows))

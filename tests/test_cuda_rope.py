@@ -74,7 +74,7 @@ def test_the_op_has_each_tokens_own_frequencies(pair, rows):
             shape = engine.state(name).shape
             engine.write(name, np.random.default_rng(index).standard_normal(shape, dtype=np.float32))
         for name, values in (("rope_lengths", lengths), ("positions", places % CONTEXT), ("slots", places // CONTEXT)):
-            engine._fields[name][:rows] = values
+            engine.batch.fields[name][:rows] = values
         engine.run_op("begin", rows)
         engine.run_op("rope", rows)
         queries = engine.state("qkv", rows)[:, :header["num_heads"] * header["head_dim"]]

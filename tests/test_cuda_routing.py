@@ -70,10 +70,8 @@ def test_ties_go_to_the_lower_index(num_experts):
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     path = write_model(tmp_path_factory.mktemp("long") / "model.bin", DENSE, max_positions=1024)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEFINES", "-DMAX_SEQ_LEN=1024")
-        with Engine(path, backend="cuda") as engine:
-            yield engine
+    with Engine(path, backend="cuda") as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("position", [15, 60, 1000])

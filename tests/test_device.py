@@ -17,6 +17,7 @@ from conftest import DATA, ROOT, program
 from synthetic import STACK, write_model
 
 from colibri import build, device, doctor, engine, gpu, headers, launch, native
+from colibri import library as libraries
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
 
@@ -138,7 +139,7 @@ def test_too_little_memory_is_one_line_before_anything_is_allocated(use):
         memory.reserve({"weights": 2 << 30, "KV cache": 1 << 30, "workspaces": 1 << 29})
     assert str(error.value) == (
         "GPU memory: 3.56 GiB needed (weights 2.00, KV cache 1.00, workspaces 0.50, graphs 0.06), 3.00 GiB free; lower "
-        "--batch-size or MAX_SEQ_LEN, end other processes on the GPU, or run with --backend host")
+        "--batch-size or --context, end other processes on the GPU, or run with --backend host")
 
 
 def test_error_on_the_device_names_the_step(use):
@@ -213,16 +214,16 @@ def test_parts_are_the_whole(monkeypatch, num_bytes):
 
 def test_auto_runs_on_the_host_and_says_why(use, monkeypatch, moe_32):
     use(Driver(cuInit=fails(RuntimeError())))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened:
         assert opened.path.startswith("host") and opened.why_host.startswith("NVIDIA driver: libcuda.so not found")
 
 
 def f32_model(tmp_path, monkeypatch):
     """A model in f32, for which no CUDA library can be asked for."""
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
-    opened = engine.open_library
-    monkeypatch.setattr(engine, "open_library", lambda checkpoint, arch, build: (
+    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
+    opened = libraries.open_library
+    monkeypatch.setattr(libraries, "open_library", lambda checkpoint, arch, build: (
         opened(checkpoint, arch, build) if arch == "host" else pytest.fail(f"a library for {arch}")))
     return write_model(tmp_path / "f32.bin", weight_dtype=0)
 
@@ -312,7 +313,7 @@ def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32,
     GPU in any way, it is an error."""
     made = HostGpu(cuMemGetInfo=lambda: (Status.CUDA_SUCCESS, 1 << 20, 8 << 30), **refused)
     use(made.driver)
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened, opened.session() as session:
         assert opened.path.startswith("host") and not made.held
         assert opened.why_host.startswith("GPU memory: ") and "0.00 GiB free; lower --batch-size" in opened.why_host
@@ -330,7 +331,7 @@ def test_nothing_is_kept_where_a_call_fails(use, monkeypatch, moe_32, failing):
     """Contexts, page-locked memory, streams; the driver's memory runs out later where only page-locking is refused."""
     made = HostGpu(**{"cuMemAlloc": no_memory, failing: no_memory})
     use(made.driver)
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened:
         named = "cuMemAlloc" if failing == "cuMemHostRegister" else failing
         assert opened.why_host.startswith(f"GPU: {named}=CUDA_ERROR_OUT_OF_MEMORY") and not made.held
@@ -341,7 +342,7 @@ def test_context_is_given_back_where_the_library_does_not_fit(use, monkeypatch, 
     ok, log = Status.CUDA_SUCCESS, []
     use(Driver(version=12080, cuDevicePrimaryCtxRetain=lambda _: log.append("retain") or (ok, 1),
                cuDevicePrimaryCtxRelease=lambda _: log.append("release") or (ok,)))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
     with engine.Engine(moe_32) as opened:
         assert opened.path.startswith("host") and opened.why_host.startswith("NVIDIA driver: CUDA 12.8, expected ")
     assert log == ["retain", "release"]
@@ -350,7 +351,7 @@ def test_context_is_given_back_where_the_library_does_not_fit(use, monkeypatch, 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
     use(Driver(cuDevicePrimaryCtxRetain=lambda _: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
     line = "GPU: cuDevicePrimaryCtxRetain=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; see python -m colibri.run --doctor"
     with engine.Engine(moe_32) as opened:
         assert opened.path.startswith("host") and opened.why_host == line
@@ -362,7 +363,7 @@ def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
 @pytest.fixture
 def made_up(use, monkeypatch):
     """A HostGpu with the host's library in the place of its own, for --dispatch dynamic."""
-    made, opened = HostGpu(), engine.open_library
+    made, opened = HostGpu(), libraries.open_library
     use(made.driver)
 
     def library_of(checkpoint, arch, build_missing):
@@ -374,10 +375,10 @@ def made_up(use, monkeypatch):
             ctypes.memmove(target, source, size)
         library.upload = upload
         return library
-    monkeypatch.setattr(engine, "open_library", library_of)
+    monkeypatch.setattr(libraries, "open_library", library_of)
     monkeypatch.setattr(gpu, "check_library", lambda _: None)
     monkeypatch.setattr(launch, "buckets", lambda count: list(range(count + 1)))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
     return made
 
 
@@ -510,7 +511,7 @@ def test_doctor_with_an_nvcc_that_is_none(tmp_path, monkeypatch, script, said):
 
 def test_doctor_asks_whether_the_driver_runs_a_library(use, monkeypatch, moe_32):
     use(Driver(version=12080))
-    monkeypatch.setattr(engine, "GPU_NODES", ("/",))
+    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
     monkeypatch.setattr(build, "place", lambda checkpoint, arch: (f"/{arch}.so", "", ["make"]))
     monkeypatch.setattr(build, "compare", lambda *_: None)
     monkeypatch.setattr(doctor.native, "Library", lambda path: library(90))

@@ -12,9 +12,10 @@ from conftest import ROOT
 from synthetic import STACK, write_model
 
 from colibri.checkpoint import Checkpoint
-from colibri.engine import Engine, Sampler, draw, most_threads
+from colibri.engine import Engine
 from colibri.errors import ColibriError
-from colibri.weights import usable_processors
+from colibri.sampling import Sampler, draw
+from colibri.weights import most_threads, usable_processors
 
 MOST_THREADS = most_threads()
 TEXT = b"And it came to pass in those days, that there went out a decree"

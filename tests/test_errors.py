@@ -17,7 +17,7 @@ from synthetic import STACK, seal, write_model
 
 from colibri import build, headers
 from colibri.checkpoint import Checkpoint
-from colibri.engine import most_threads
+from colibri.weights import most_threads
 
 PROMPT = ("--prompt", "hello")
 CONFIG = (ROOT / "native" / "config.h").read_text()
@@ -34,6 +34,7 @@ def place(tmp_path, moe_32, monkeypatch):
     write_model("stack.bin", STACK)
     write_model("words.bin", vocab_size=500)
     write_model("long.bin", max_positions=2048)
+    write_model("endless.bin", max_positions=0)
     write_model("nan.bin", STACK)
     write("empty.bin", b"")
     write("short.bin", good[:100])
@@ -110,12 +111,28 @@ k too large: --model moe.bin --k 33 --prompt hello
     --k: 33, expected 2 as in moe.bin; the model decides, leave the option out
 sequence too long: --model moe.bin --seq-len 513
     --seq-len: 513, expected at most 512, the model's own positions (max_positions of moe.bin); use fewer
-sequence too long for the library: --model long.bin --seq-len 513
-    --seq-len: 513, expected at most 512, MAX_SEQ_LEN of the library (the model has 2048 positions); use fewer, or raise it with
-    DEFINES=-DMAX_SEQ_LEN=513 in the environment
-sequence too long for both: --model long.bin --seq-len 5000
-    --seq-len: 5000, expected at most 512, MAX_SEQ_LEN of the library (the model has 2048 positions); use fewer, or raise it with
-    DEFINES=-DMAX_SEQ_LEN=2048 in the environment
+sequence too long for the context: --model long.bin --seq-len 513 --context 512
+    --seq-len: 513, expected at most 512, the context of this run (the model has 2048 positions); use fewer, or raise it with
+    --context 513
+sequence too long for both: --model long.bin --seq-len 5000 --context 512
+    --seq-len: 5000, expected at most 512, the context of this run (the model has 2048 positions); use fewer, or raise it with
+    --context 2048
+sequence too long for the default: --model endless.bin --seq-len 5000
+    --seq-len: 5000, expected at most 4096, the context of this run (the model has no limit); use fewer, or raise it with
+    --context 5000
+sequence too long for a stack: --model stack.bin --seq-len 5000
+    --seq-len: 5000, expected at most 4096 of a bare stack of MoE layers; use fewer
+context above the model's: --model moe.bin --prompt hello --context 513
+    --context: 513, expected at most 512, the model's own positions (max_positions of moe.bin); use fewer
+no context: --model moe.bin --prompt hello --context 0
+    --context: 0, expected 1 to 1073741824
+context of a stack: --model stack.bin --input x.npy --output y.npy --context 100
+    --context: 100, expected only for a model with attention; stack.bin is a bare stack of MoE layers, leave it out
+context of a server: --model moe.bin --serve - --context 513
+    --context: 513, expected at most 512, the model's own positions (max_positions of moe.bin); use fewer
+batch too large for a step: --model moe.bin --batch-size 600
+    --batch-size: 600, expected at most 32, MAX_BATCH of the library; use fewer, or raise it with
+    DEFINES='-DMAX_BATCH=600 -DMAX_STEP_TOKENS=600' in the environment
 batch too large: --model moe.bin --batch-size 33
     --batch-size: 33, expected at most 32, MAX_BATCH of the library; use fewer, or raise it with
     DEFINES=-DMAX_BATCH=33 in the environment
@@ -123,15 +140,15 @@ more new than all: --model moe.bin --seq-len 8 --max-new-tokens 8
     --max-new-tokens: 8, expected fewer than --seq-len 8, which counts them; lower it
 long prompt: --model moe.bin --prompt @600.txt
     --prompt: 600 bytes, expected at most 512, the model's own positions (max_positions of moe.bin); use fewer
-long prompt for the library: --model long.bin --prompt @600.txt
-    --prompt: 600 bytes, expected at most 512, MAX_SEQ_LEN of the library (the model has 2048 positions); use fewer, or raise it with
-    DEFINES=-DMAX_SEQ_LEN=600 in the environment
+long prompt for the context: --model long.bin --prompt @600.txt --context 512
+    --prompt: 600 bytes, expected at most 512, the context of this run (the model has 2048 positions); use fewer, or raise it with
+    --context 600
 too many new: --model moe.bin --prompt @500.txt --max-new-tokens 14
     --max-new-tokens: 14, expected at most 13 after a prompt of 500 bytes in a context of 512, the
     model's own positions (max_positions of moe.bin); use fewer
-too many new for the library: --model long.bin --prompt @500.txt --max-new-tokens 14
-    --max-new-tokens: 14, expected at most 13 after a prompt of 500 bytes in a context of 512, MAX_SEQ_LEN of the library
-    (the model has 2048 positions); use fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment
+too many new for the context: --model long.bin --prompt @500.txt --max-new-tokens 14 --context 512
+    --max-new-tokens: 14, expected at most 13 after a prompt of 500 bytes in a context of 512, the context of this run
+    (the model has 2048 positions); use fewer, or raise it with --context 513
 empty prompt: --model moe.bin --prompt ''
     --prompt: 0 bytes, expected at least 1; the model needs something to continue
 no prompt file: --model moe.bin --prompt @none.txt
@@ -347,20 +364,21 @@ def test_a_limit_of_the_build_says_so():
     number = "expected a number of 1 to 99999999, in digits without a 0 before them; correct it"
     archs = "expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
     for arguments, line in ((["DEFINES=-DHIDDEN=0"], "native/config.h: expected hidden >= 1"),
+                            (["DEFINES=-DMAX_BATCH=513"], "native/config.h: expected 1 <= MAX_BATCH <= MAX_STEP_TOKENS"),
                             *(([f"ARCH={arch}"], f"*** ARCH={arch}: {archs}.  Stop.\n")
                               for arch in ("sm_70", "", "sm_90 ", "host sm_90")),
-                            *(([f"DEFINES=-DMAX_SEQ_LEN=100 {wrong}"], f"*** DEFINES: {wrong}, {rule}.  Stop.\n")
+                            *(([f"DEFINES=-DWINDOW_PIECE=100 {wrong}"], f"*** DEFINES: {wrong}, {rule}.  Stop.\n")
                               for wrong, rule in (
                                   ("MAX_BATCH=64", "expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
                                   ("-DMAX_BATHC=64", unknown), ("-DCUDA_ARCH=90", unknown), ("-DMAX_BATCH", form),
                                   ("-O0", form), ("-DMAX_BATCH=", form), ("-DMAX_BATCH='64'", form),
                                   ("$(shell)", form), ("$$HOME", form), ("-DMAX_BATCH=`id`", form),
-                                  ("-DMAX_SEQ_LEN=100", "expected MAX_SEQ_LEN once; leave one of them out"),
+                                  ("-DWINDOW_PIECE=100", "expected WINDOW_PIECE once; leave one of them out"),
                                   *((f"-DMAX_BATCH={value}", number) for value in (*NO_NUMBERS, 0))))):
         made = subprocess.run(["make", *arguments, PYTHON], cwd=ROOT, capture_output=True,
                               text=True, check=False)
         assert made.returncode == 2 and line in made.stderr, arguments
-        assert made.stderr.count("\n") == 1 or "hidden" in line
+        assert made.stderr.count("\n") == 1 or "config.h" in line
 
 
 def test_nan_in_the_weights(place):

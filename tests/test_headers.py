@@ -12,8 +12,9 @@ from colibri import headers
 from colibri.headers import NATIVE, Headers, evaluate
 
 CONFIG = {"num_experts": 7, "k": 3, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "vocab_size": 0,
-          "max_batch": 48, "max_seq_len": 40}
-LONG = {"max_seq_len": 5000, "num_kv_heads": 2, "window_piece": 200}
+          "max_batch": 48, "max_step_tokens": 70}
+LONG = {"max_step_tokens": 5000, "num_kv_heads": 2, "window_piece": 200, "max_batch": 100}
+CONTEXT = 700
 
 
 def compiled(config, directory):
@@ -26,13 +27,13 @@ def compiled(config, directory):
     prints.append('#define ROW(name, type, rows, columns) printf("\\"state.%s\\": [%zu, %ld, %ld],\\n", #name, '
                   "sizeof(type), (long)(rows), (long)(columns));\nlong num_layers = 5, num_slots = 3;\n"
                   "BinHeader header = {.window = 6, .window_layers = {0x2a}};\n"  # the last is no layer
-                  "long cache_positions = cache_sizes(&header, num_layers).cache_positions;\n"
+                  "long cache_positions = cache_sizes(&header, num_layers, CONTEXT).cache_positions;\n"
                   "STATE_BUFFERS(ROW)")
     source = directory / "sizes.c"
     source.write_text('#include <stdio.h>\n#include <stddef.h>\n#include "colibri.h"\n#include "cache.h"\n'
                       'int main(void) {\nprintf("{");' + "\n".join(prints) + 'printf("\\"end\\": 0}");}\n')
     defines = [f"-D{reader.macros[name]}={value}" for name, value in config.items()]
-    subprocess.run(["gcc", "-I", NATIVE, *defines, source, "-o", directory / "sizes"], check=True)
+    subprocess.run(["gcc", "-I", NATIVE, f"-DCONTEXT={CONTEXT}", *defines, source, "-o", directory / "sizes"], check=True)
     return json.loads(subprocess.run([directory / "sizes"], check=True, capture_output=True, text=True).stdout)
 
 
@@ -46,7 +47,8 @@ def test_headers_agree_with_the_compiler(config, tmp_path):
         assert seen[name] == dtype.itemsize, name
         for field in dtype.names:
             assert seen[f"{name}.{field}"] == dtype.fields[field][1], (name, field)
-    buffers = reader.state_buffers({"num_layers": 5, "window": 6, "window_layers": [0x2a, 0, 0, 0]}, num_slots=3)
+    buffers = reader.state_buffers({"num_layers": 5, "window": 6, "window_layers": [0x2a, 0, 0, 0]}, num_slots=3,
+                                   context=CONTEXT)
     assert len(buffers) == sum(name.startswith("state.") for name in seen)
     for buffer in buffers:
         assert seen[f"state.{buffer.name}"] == [buffer.dtype.itemsize, buffer.rows, buffer.columns]
@@ -58,8 +60,9 @@ def test_format_structs_have_their_stated_sizes_and_no_padding():
     assert structs["BinTensor"].itemsize == 120
     for name in ("BinHeader", "BinTensor", "Config", "Batch", "Layer", "Weights"):
         assert sum(structs[name][field].itemsize for field in structs[name].names) == structs[name].itemsize, name
-    assert structs["Batch"]["tokens"].shape == (512,)
-    assert Headers({"max_seq_len": 1000}).structs["Batch"]["tokens"].shape == (1000,)
+    assert structs["Batch"]["tokens"].shape == (512,) and structs["Batch"]["sampled"].shape == (64,)
+    large = Headers({"max_step_tokens": 1000, "max_batch": 100}).structs["Batch"]
+    assert large["tokens"].shape == (1000,) and large["sampled"].shape == (100,)
 
 
 def header(**fields):

@@ -54,10 +54,10 @@ TRANSFORMER = fields(num_layers=2, num_experts=6, k=2, hidden=72, ffn=40, num_he
 
 
 @functools.cache
-def library(max_seq_len=512, extra="", **config):
+def library(extra="", **config):
     """The library with this configuration baked in, built if it is not yet."""
     defines = [f"-D{headers.default().macros[name]}={config[name]}" for name in BAKED if name in config]
-    text = " ".join([*defines, f"-DMAX_SEQ_LEN={max_seq_len}", *extra.split()])
+    text = " ".join([*defines, "-DMAX_STEP_LOGITS=512", *extra.split()])
     command = ["make", "-s", "-j2", f"CONFIG={text}"]
     made = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     assert made.returncode == 0, made.stderr
@@ -77,10 +77,10 @@ def before_a_guard_page(array):
 class HostModel:
     """A reference model in the library's memory; `state` and `batch` are NumPy views of what C works on."""
 
-    def __init__(self, model, num_slots=2, num_threads=2, max_seq_len=512, extra=""):
+    def __init__(self, model, num_slots=2, num_threads=2, context=512, extra=""):
         bare = {} if model["num_heads"] else fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
         config = {name: model[name] for name in BAKED} | bare
-        self.library = library(max_seq_len=max_seq_len, extra=extra, **config)
+        self.library = library(extra=extra, **config)
         structs = self.library.headers.structs
         tensors = {name: before_a_guard_page(array) for name, array in reference.stored_tensors(model).items()}
         header = np.zeros(1, structs["BinHeader"])
@@ -93,15 +93,16 @@ class HostModel:
             owner, field = (layers[int(name.split(".")[1])], name.split(".")[2]) if "." in name else (weights, name)
             owner[field] = array.ctypes.data
         batch = np.zeros(1, structs["Batch"])
-        block = self.library.state_bytes(0, header.ctypes.data, num_slots)
+        block = self.library.state_bytes(0, header.ctypes.data, num_slots, context)
         memory = np.zeros(block + 4096, np.uint8)
         start = -memory.ctypes.data % 4096
         self.model = np.zeros(self.library.model_bytes(), np.uint8)
         self.keep = tensors, header, layers, weights, memory
         self.library.bind(self.model.ctypes.data, 0, header.ctypes.data, weights.ctypes.data, layers.ctypes.data,
-                          memory.ctypes.data + start, batch.ctypes.data, num_slots, num_threads, None)
+                          memory.ctypes.data + start, batch.ctypes.data, num_slots, context, num_threads,
+                          None)
         self.batch, self.state = batch[0], {}
-        for buffer in self.library.headers.state_buffers(header[0], num_slots):
+        for buffer in self.library.headers.state_buffers(header[0], num_slots, context):
             size = buffer.rows * buffer.columns * buffer.dtype.itemsize
             view = memory[start:start + size].view(buffer.dtype)
             self.state[buffer.name] = view.reshape(buffer.rows, buffer.columns)
@@ -462,7 +463,7 @@ def test_every_16_bit_weight_converts_exactly(weight_dtype):
     bits = np.arange(65536, dtype=np.uint16)
     values = bits.view(np.float16).astype(np.float32) if weight_dtype == F16 else (
         bits.astype(np.uint32) << 16).view(np.float32)
-    host = HostModel(model, max_seq_len=32)
+    host = HostModel(model, context=32)
     host.keep[0]["layers.0.experts_up"][...] = bits.reshape(host.keep[0]["layers.0.experts_up"].shape)
     positive = np.where(values < 0, 0, values)
     for num_tokens in (1, 7):
@@ -479,7 +480,7 @@ def test_activation_is_accurate(activation):
     model = reference.random_model(np.random.default_rng(0), **config)
     x = np.linspace(-12.5, 12.5, 8192).astype(np.float32)
     model["layers"][0]["up"][0, :, 0] = x
-    host = HostModel(model, max_seq_len=32)
+    host = HostModel(model, context=32)
     host.moe(np.ones((1, 1), np.float32))
     expected = reference.activation(x.astype(np.float64), activation)
     assert np.max(np.abs(host.state["expert_mid"][0] / expected - 1)) < 1e-6

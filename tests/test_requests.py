@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from synthetic import STACK, write_model
 
-from colibri.engine import Engine, Sampler
+from colibri.engine import Engine
 from colibri.requests import Reader, Refused, cancelled_id, parse
+from colibri.sampling import Sampler
 
 NAMES = ("id, prompt, prompt_ids, input, output, max_new_tokens, temperature, top_k, top_p, seed, stream, deadline_ms, "
          "add_special_tokens")

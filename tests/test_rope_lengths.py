@@ -11,10 +11,11 @@ from conftest import DATA, opened
 from converter_files import read_bin
 from synthetic import DENSE, write_model
 
-from colibri.engine import Engine, Sampler
+from colibri.engine import Engine
 from colibri.errors import ColibriError
 from colibri.headers import mask
 from colibri.requests import Request
+from colibri.sampling import Sampler
 from colibri.scheduler import Scheduler
 from converter import __main__ as converter
 

@@ -98,7 +98,7 @@ def near(values):
     *((name, 8) for name in ("not renormalised", "sigmoids below the smallest normal", "sparsemixer"))])
 def test_oracle(name, more):
     case = ORACLES[name]
-    ids, weights = HostModel(model_of(case, more), max_seq_len=32).route(token())
+    ids, weights = HostModel(model_of(case, more), context=32).route(token())
     assert (ids[0].tolist(), weights[0].tolist()) == (case.ids, near(case.weights))
 
 
@@ -119,7 +119,7 @@ def test_ties_go_to_the_lower_index(num_experts, kind):
     model = model_for(num_experts, router_kind=kind)
     for logits, ids in tied_logits(num_experts):
         model["layers"][0]["router"][:, 0] = logits
-        assert HostModel(model, max_seq_len=32).route(token())[0][0].tolist() == ids
+        assert HostModel(model, context=32).route(token())[0][0].tolist() == ids
 
 
 def beyond_f16():
@@ -134,7 +134,7 @@ def beyond_f16():
 
 
 def test_an_output_beyond_f16_is_kept():
-    host = HostModel(beyond_f16(), max_seq_len=32)
+    host = HostModel(beyond_f16(), context=32)
     x = host.moe(np.ones((1, 2), np.float32))
     assert host.state["expert_out"][1, 0] == 1e5
     assert x[0].tolist() == near([1e4, 0])

@@ -14,9 +14,10 @@ from service import wakes
 from synthetic import STACK, write_model
 
 from colibri.arrays import Rows
-from colibri.engine import Engine, Sampler
+from colibri.engine import Engine
 from colibri.errors import ColibriError
 from colibri.requests import Refused, Request
+from colibri.sampling import Sampler
 from colibri.scheduler import Scheduler
 
 CHUNK = 32

@@ -584,8 +584,8 @@ def test_hosts_that_are_no_names(moe_32, host, shown):
     (("--log-prompts",), "--log-prompts: given, expected only with --serve or --http; leave it out"),
     (("--serve", "-", "--queue-size", "-1"), "--queue-size: -1, expected 0 to 1048576"),
     (("--serve", "-", "--log-format", "xml"), "--log-format: xml, expected one of text, json"),
-    (("--serve", "-", "--prefill-chunk", "513"), ("--prefill-chunk: 513, expected at most 512, MAX_SEQ_LEN of the "
-     "library; use fewer, or raise it with DEFINES=-DMAX_SEQ_LEN=513 in the environment")),
+    (("--serve", "-", "--prefill-chunk", "513"), ("--prefill-chunk: 513, expected at most 512, MAX_STEP_TOKENS of the "
+     "library; use fewer, or raise it with DEFINES=-DMAX_STEP_TOKENS=513 in the environment")),
     (("--serve", "-", "--batch-size", "33"), ("--batch-size: 33, expected at most 32, MAX_BATCH of the library; use "
      "fewer, or raise it with DEFINES=-DMAX_BATCH=33 in the environment"))])
 def test_options(moe_32, options, message):

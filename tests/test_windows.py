@@ -86,7 +86,7 @@ def test_bytes_of_the_cache(make, window):
             assert engine.state(name).nbytes == engine.num_slots * position * (CONTEXT + 3 * RINGS[window])
             assert whole.state(name).nbytes == whole.num_slots * position * 4 * CONTEXT
         headers = [np.frombuffer(model.checkpoint.header_bytes, np.uint8) for model in (engine, whole)]
-        small, large = (model.library.state_bytes(0, header.ctypes.data, 3)
+        small, large = (model.library.state_bytes(0, header.ctypes.data, 3, CONTEXT)
                         for model, header in zip((engine, whole), headers))
         assert abs(large - small - 2 * 3 * position * 3 * (CONTEXT - RINGS[window])) <= 2 * 4096
 
@@ -106,10 +106,11 @@ def test_results_are_in_the_order_of_the_sessions(make):
 def test_the_library_refuses_more_than_a_piece_of_a_slot(make):
     engine, *_ = make(5)
     with engine, engine.session():
-        engine.batch["slots"], engine.batch["positions"] = 0, np.arange(engine.max_tokens)
+        fields = engine.batch.fields
+        fields["slots"][:], fields["positions"][:] = 0, np.arange(engine.max_tokens)
         engine.run_op("begin", 128)
         with pytest.raises(ColibriError, match="batch: more than 128 tokens of slot 0, expected no more in one step"):
             engine.run_op("begin", 129)
-        engine.batch["slots"][0, 1::2] = 1
-        engine.batch["positions"] = np.arange(engine.max_tokens) // 2
+        fields["slots"][1::2] = 1
+        fields["positions"][:] = np.arange(engine.max_tokens) // 2
         engine.run_op("begin", 256)

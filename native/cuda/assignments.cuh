@@ -8,7 +8,7 @@ namespace {
 
 /* What the blocks of a step find out together, in the shared memory of the one that goes on alone. */
 struct Lists {
-    int fault;                           /* MAX_TOKENS minus the lowest token whose logits allow no choice, or 0 */
+    int fault;                           /* MAX_STEP_TOKENS minus the lowest token whose logits allow no choice, or 0 */
     int absent;                          /* NUM_EXPERTS minus the lowest chosen expert without a place, or 0 */
     int totals[NUM_EXPERTS];             /* assignments */
     int starts[NUM_EXPERTS];             /* each expert's next assignment's place */
@@ -27,13 +27,13 @@ __device__ void report_fault(const Routing &r, const Lists &lists) {
     if (!lists.fault && !lists.absent) return; /* before a look over the bus */
     if (batch->fault != 0) return;
     batch->fault_layer = r.layer;
-    batch->fault_token = lists.fault ? MAX_TOKENS - lists.fault : NUM_EXPERTS - lists.absent;
+    batch->fault_token = lists.fault ? MAX_STEP_TOKENS - lists.fault : NUM_EXPERTS - lists.absent;
     __threadfence_system();
     batch->fault = lists.fault ? FAULT_ROUTER_LOGIT : FAULT_EXPERT;
 }
 
 constexpr unsigned ACTIVE = 1 << 23; /* one expert, counted in the same word as assignments */
-static_assert(MAX_TOKENS * EXPERTS_PER_TOKEN < ACTIVE, "too many assignments to count beside the experts");
+static_assert(MAX_STEP_TOKENS * EXPERTS_PER_TOKEN < ACTIVE, "too many assignments to count beside the experts");
 
 /* From the experts' totals, by one warp: where each one's assignments start, and the list of those that have any. */
 __device__ void list_experts(const State &s, Lists &lists, bool counted) {

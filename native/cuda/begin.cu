@@ -6,17 +6,19 @@
 namespace {
 
 constexpr int THREADS = 128;
-constexpr int INPUTS = (offsetof(Batch, sampled) - offsetof(Batch, tokens)) / sizeof(Batch::tokens);
+/* The batch's arrays that go over: of tokens, then of logits. */
+constexpr int TOKEN_ARRAYS = (offsetof(Batch, logit_rows) - offsetof(Batch, tokens)) / sizeof(Batch::tokens);
+constexpr int LOGIT_ARRAYS = (offsetof(Batch, sampled) - offsetof(Batch, logit_rows)) / sizeof(Batch::logit_rows);
 
-/* Grid: (blocks of tokens, the batch's input arrays). One trip over the bus: nothing read decides what to read. */
+/* Grid: (blocks of tokens, those arrays). One trip over the bus: nothing read decides what to read. */
 __global__ void begin_kernel(Batch *copy, const Batch *batch, int num_tokens) {
     pdl_wait();
     pdl_trigger();
-    int i = blockIdx.x * THREADS + threadIdx.x;
-    if (i < num_tokens) {
-        const int32_t *from = batch->tokens + (int64_t)blockIdx.y * MAX_TOKENS;
-        (copy->tokens + (int64_t)blockIdx.y * MAX_TOKENS)[i] = __ldcv(from + i);
-    }
+    int i = blockIdx.x * THREADS + threadIdx.x, array = blockIdx.y, logit_array = array - TOKEN_ARRAYS;
+    int at = logit_array < 0 ? array * MAX_STEP_TOKENS
+                             : TOKEN_ARRAYS * MAX_STEP_TOKENS + logit_array * MAX_STEP_LOGITS;
+    if (i < num_tokens && (logit_array < 0 || i < MAX_STEP_LOGITS))
+        (copy->tokens + at)[i] = __ldcv(batch->tokens + at + i);
     if (i == 0 && blockIdx.y == 0) {
         copy->input = (const float *)__ldcv((const unsigned long long *)&batch->input);
         copy->num_tokens = __ldcv(&batch->num_tokens);
@@ -53,8 +55,8 @@ __global__ void frequencies_kernel(float *out, const float *frequencies, const B
 } // namespace
 
 int cuda_begin(Model *m, int num_tokens, int) {
-    TRY(launch(m, "begin", begin_kernel, dim3(ceil_div(num_tokens, THREADS), INPUTS), THREADS, 0, device_batch(m),
-               m->batch, num_tokens));
+    TRY(launch(m, "begin", begin_kernel, dim3(ceil_div(num_tokens, THREADS), TOKEN_ARRAYS + LOGIT_ARRAYS), THREADS, 0,
+               device_batch(m), m->batch, num_tokens));
     if (!NUM_HEADS || ROPE_KIND != ROPE_DYNAMIC) return 0;
     return launch(m, "frequencies", frequencies_kernel, dim3(num_tokens, ceil_div(ROTARY_DIM / 2, THREADS)), THREADS, 0,
                   m->state.dynamic_frequencies, m->weights.rope_frequencies, device_batch(m),

@@ -6,7 +6,7 @@
 
 /* A step of up to DECODE_TOKENS tokens is bound by reading weights and split over the GPU by panels (decode.cuh); a
  * longer one is bound by multiplying (prefill.cuh). */
-constexpr int DECODE_TOKENS = min_of(MAX_TOKENS, 64);
+constexpr int DECODE_TOKENS = min_of(MAX_STEP_TOKENS, 64);
 constexpr int DECODE_ASSIGNMENTS = DECODE_TOKENS * EXPERTS_PER_TOKEN;
 
 /* How many parts a panel's columns fall into, each a work item of its own: the fewest that give one token's experts

@@ -50,7 +50,7 @@ router_kernel(const __grid_constant__ Routing r, Scratch *scratch, int num_rows)
     if (token < num_rows) choice = route_token(r, scratch->partial_logits, token);
     bool is_token = token < num_tokens;
     cluster_wait(); /* the first block has begun, and its lists are clear */
-    if (is_token && choice.is_bad && lane == 0) raise_in_first_block(&lists.fault, MAX_TOKENS - token);
+    if (is_token && choice.is_bad && lane == 0) raise_in_first_block(&lists.fault, MAX_STEP_TOKENS - token);
     if (is_token && is_cluster && lane < EXPERTS_PER_TOKEN)
         store_to_first_block(&ids[token * EXPERTS_PER_TOKEN + lane], choice.expert);
     if (is_cluster) cluster_arrive();
@@ -108,7 +108,7 @@ small_router_kernel(const __grid_constant__ Routing r, Scratch *scratch, const f
     if (warp < TOKENS && warp < num_tokens) {
         Choice choice = route_token(r, partials, warp);
         if (threadIdx.x % 32 < EXPERTS_PER_TOKEN) ids[warp * EXPERTS_PER_TOKEN + threadIdx.x % 32] = choice.expert;
-        if (choice.is_bad && threadIdx.x % 32 == 0) atomicMax(&lists.fault, MAX_TOKENS - warp);
+        if (choice.is_bad && threadIdx.x % 32 == 0) atomicMax(&lists.fault, MAX_STEP_TOKENS - warp);
         store_choice(r.state, warp, choice);
     }
     __syncthreads();

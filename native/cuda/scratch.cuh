@@ -15,9 +15,9 @@ constexpr int TILE_BOUND = min_of(NUM_EXPERTS, DECODE_ASSIGNMENTS) + DECODE_ASSI
 
 /* The routing's and the products' part. */
 struct Scratch {
-    float partial_logits[LOGIT_SLICES][MAX_TOKENS][NUM_EXPERTS];
+    float partial_logits[LOGIT_SLICES][MAX_STEP_TOKENS][NUM_EXPERTS];
     int32_t routed_blocks;                                /* of a step's tokens; 0 between steps */
-    int32_t fault;                                        /* MAX_TOKENS minus a token without a choice, or 0 */
+    int32_t fault;                                        /* MAX_STEP_TOKENS minus a token without a choice, or 0 */
     int32_t next_item, done_blocks;                       /* of the product at work; 0 between products */
     int32_t arrived[TILE_BOUND * Largest::PANELS];        /* splits that are done; 0 between products */
     float partials[Largest::PARTIALS];                    /* of the latest product */

@@ -12,18 +12,18 @@ int host_begin(Model *m, int num_tokens, int layer) {
     (void)layer;
     Batch *b = m->batch;
     if (!host_kernels()) return -1;
-    if (num_tokens < 1 || num_tokens > MAX_TOKENS || num_tokens != b->num_tokens)
+    if (num_tokens < 1 || num_tokens > MAX_STEP_TOKENS || num_tokens != b->num_tokens)
         return fail("batch: num_tokens=%d in a step of %d, expected the same number from 1 to %d; build with a larger "
-                    "MAX_SEQ_LEN or send fewer tokens", b->num_tokens, num_tokens, MAX_TOKENS);
-    if (b->num_logits < 0 || b->num_logits > num_tokens)
-        return fail("batch: num_logits=%d, expected 0 to num_tokens=%d; ask for each token's logits once at most",
-                    b->num_logits, num_tokens);
+                    "MAX_STEP_TOKENS or send fewer tokens", b->num_tokens, num_tokens, MAX_STEP_TOKENS);
+    if (b->num_logits < 0 || b->num_logits > num_tokens || b->num_logits > MAX_STEP_LOGITS)
+        return fail("batch: num_logits=%d, expected 0 to num_tokens=%d and at most MAX_STEP_LOGITS=%d; ask for each "
+                    "token's logits once at most", b->num_logits, num_tokens, MAX_STEP_LOGITS);
     for (int t = 0; NUM_HEADS && t < num_tokens; t++) {
         CHECK_RANGE(tokens, t, VOCAB_SIZE, "the text was made for another vocabulary")
         CHECK_RANGE(slots, t, m->num_slots, "open the model with more sessions")
-        CHECK_RANGE(positions, t, MAX_SEQ_LEN, "the context is full: build with a larger MAX_SEQ_LEN")
+        CHECK_RANGE(positions, t, m->context, "the context is full: open the model with a larger one")
     }
-    int piece = (int)cache_sizes(&m->header, m->header.num_layers).max_piece;
+    int piece = (int)cache_sizes(&m->header, m->header.num_layers, m->context).max_piece;
     for (int t = piece; NUM_HEADS && t < num_tokens; t++)
         if (b->slots[t] == b->slots[t - piece] && b->positions[t] - b->positions[t - piece] >= piece)
             return fail("batch: more than %d tokens of slot %d, expected no more in one step of a model with a window; "

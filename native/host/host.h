@@ -92,7 +92,7 @@ int host_route(Model *m, int num_tokens, int layer, const float *input, const fl
 /* x[t] = (residual ? x[t] : 0) + residual_multiplier * (sum over slots [+ mlp_out] [+ bias]) */
 void host_add_up(const Model *m, int num_tokens, int residual, int num_slots, const float *mlp_out, const float *bias);
 
-/* (MAX_TOKENS, cosine and sine, ROTARY_DIM/2) */
+/* (MAX_STEP_TOKENS, cosine and sine, ROTARY_DIM/2) */
 static inline float *rope_table(const Model *m) { return m->state.scratch; }
 /* Token t's query heads (NUM_HEADS, HEAD_DIM). */
 static inline float *q_row(const Model *m, int64_t t) {
