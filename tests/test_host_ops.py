@@ -363,7 +363,7 @@ def test_each_op_of_the_transformer():
     (fields(slots=[3, 0]), r"^batch: slots\[0\]=3, expected 0 to 2; "),
     (fields(positions=[0, 512]), r"^batch: positions\[1\]=512, expected 0 to 511; "),
     (fields(positions=[-1, 0]), r"^batch: positions\[0\]=-1, "),
-    (fields(num_logits=3), r"^batch: num_logits=3, expected 0 to num_tokens=2; "),
+    (fields(num_logits=3), r"^batch: num_logits=3, expected 0 to num_tokens=2 and at most MAX_STEP_LOGITS=512; "),
     (fields(num_logits=1, logit_rows=[2]), r"^batch: logit_rows\[0\]=2, expected 0 to 1; "),
 ])
 def test_begin_checks_the_batch(wrong, message):
