@@ -47,7 +47,7 @@ def test_text_then_table(moe_32, engine):
     assert text == greedy(engine, PROMPT, 80)
     lines = table.decode().splitlines()
     labels = [label for line in lines[1:-1] if (label := line.split("  ")[0].strip())]
-    assert labels == ["library", "cold start", "TTFT", "ITL", "tokens/s", "memory", "weights", "routing"]
+    assert labels == ["library", "context", "cold start", "TTFT", "ITL", "tokens/s", "memory", "weights", "routing"]
     assert re.fullmatch(r"P99 latency: \d+\.\d{3} ms a token", lines[-1])
     for name in ("process", "library", "map", "first token"):
         assert re.search(rf"^cold start .*{name} \d", table.decode(), re.MULTILINE)
