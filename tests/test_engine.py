@@ -182,8 +182,8 @@ def test_sizes_of_an_op_and_of_buffers(engine):
                                  (1, 6, "layer: 6, expected 0 to 5"), (1, -1, "layer: -1")):
         with pytest.raises(ColibriError, match=message):
             engine.run_op("router", rows, layer)
-    with pytest.raises(ColibriError, match="rows: 513, expected 0 to 64"):
-        engine.state("logits", 513)
+    with pytest.raises(ColibriError, match="rows: 65, expected 0 to 64"):
+        engine.state("logits", 65)
     with pytest.raises(ColibriError, match=r"x: shape=\(513, 128\), expected at most \(512, 128\)"):
         engine.write("x", np.zeros((513, 128), np.float32))
     with pytest.raises(ColibriError, match="buffer: nothing, expected one of key_cache"):
