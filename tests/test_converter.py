@@ -409,7 +409,8 @@ def big_checkpoint(tmp_path_factory):
             with archive.open(f"archive/data/{layer}", "w") as record:
                 for _ in range(2 * experts):
                     record.write(block)
-    return path
+    yield path
+    path.unlink()
 
 
 def start(path, output):

@@ -52,7 +52,7 @@ def test_no_package_index(tmp_path):
         shutil.copytree(ROOT / name, place / name)
     for name in ("Makefile", "setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, place)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "MFLAGS"))}
     made = subprocess.run(["make", "test"], cwd=place, capture_output=True, text=True, check=False,
                           env={**environment, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull})
     first, second = made.stderr.splitlines()
