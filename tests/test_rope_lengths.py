@@ -197,7 +197,8 @@ def test_requests_of_all_lengths(model, monkeypatch):
     scheduler = Scheduler(model.engine, 9, 7, lambda: None)
     monkeypatch.setattr(Engine, "_run", lambda engine, *rest: (calls.append(rest), run(engine, *rest)))
     for request in requests:
-        scheduler.submit(request)
+        scheduler.reserve(request.id)
+        scheduler.enter(request)
     while not all(request.finish for request in requests):
         scheduler._turn()
     assert [request.tokens for request in requests] == expected

@@ -880,9 +880,9 @@ def test_health_while_all_places_are_taken(moe_32, tmp_path):
 
 
 def test_stdin_that_cannot_be_read(moe_32, tmp_path):
-    folder = os.open(tmp_path, os.O_RDONLY)
-    ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32), "--serve",
-                            "-"], cwd=ROOT, stdin=folder, capture_output=True, timeout=TIMEOUT, check=False)
-    os.close(folder)
+    """A file that is open for writing alone."""
+    with open(tmp_path / "requests", "wb") as file:
+        ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32),
+                                "--serve", "-"], cwd=ROOT, stdin=file, capture_output=True, timeout=TIMEOUT, check=False)
     assert (ended.returncode, ended.stdout) == (2, b"") and ended.stderr.decode().splitlines()[1:] == [
-        "stdin: Is a directory, expected requests there; give it a file or a pipe"]
+        "stdin: Bad file descriptor, expected requests there; give it a file or a pipe"]
