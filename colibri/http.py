@@ -105,7 +105,7 @@ class Http(Connection):
             self._task = self.server.loop.create_task(self._metrics())
         elif path == "/v1/models":
             self._respond(200, models(self.server.name))
-        elif self.is_spare:
+        elif self.is_spare and not self.server.settle(self):
             raise self.too_many()
         else:
             self._path = path

@@ -374,10 +374,15 @@ def test_a_stopped_client_goes_on(service, engine):
     assert "".join(token["text"] for token in tokens) == final["text"] == greedy(engine, "It was ", 300)
 
 
+def with_few_files(model, folder):
+    """A server that may have 220 files open: room for ten connections of each kind."""
+    return Service(model, folder, command=[
+        "bash", "-c", 'ulimit -n 220; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend", "host",
+        "--model", str(model), "--serve", f"unix:{folder}/socket", "--http", ":0"])
+
+
 def test_too_many_connections(moe_32, tmp_path):
-    command = ["bash", "-c", 'ulimit -n 220; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend",
-               "host", "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket", "--http", ":0"]
-    with Service(moe_32, tmp_path, command=command) as service:  # 220 files: room for ten of each kind
+    with with_few_files(moe_32, tmp_path) as service:
         clients = [service.client() for _ in range(10)]
         for client in clients:
             client.send(b'{"id": 0, ')  # it has begun: nobody takes its place
@@ -856,6 +861,23 @@ def test_health_while_all_places_are_idle(moe_32, tmp_path):
         assert service.stop() == 0
 
 
+def test_completions_while_all_places_are_idle(moe_32, tmp_path):
+    """Also those in the spare places make room, and one that has a spare place gets another's for a completion."""
+    body = json.dumps({"model": "moe-32.bin", "prompt": "x", "max_tokens": 1}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    with with_few_files(moe_32, tmp_path) as service:
+        idle = [http_client(service) for _ in range(18)]
+        time.sleep(1.5)
+        for client in (idle[17], *(http_client(service) for _ in range(4))):
+            client.send(post)
+            assert b"HTTP/1.1 200" in client.socket.recv(1 << 16)
+            client.close()
+        assert service.log.count("and its place was needed") >= 8
+        for client in idle:
+            client.close()
+        assert service.stop() == 0
+
+
 def test_health_while_all_places_are_taken(moe_32, tmp_path):
     """Spare places are for what needs no request: a completion is refused there, and more connections are."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
@@ -865,12 +887,14 @@ def test_health_while_all_places_are_taken(moe_32, tmp_path):
             client.send(head)
         service.wait_for("open_connections", 4)
         spare = [http_client(service) for _ in range(8)]
+        for client in spare[1:]:  # none of them is idle
+            client.send(head)
         service_full = http_client(service).socket.recv(1 << 16)
         assert b"HTTP/1.1 503" in service_full and b"connections: 3 are open and none is idle" in service_full
         spare[0].send(GET % b"health")
         got = spare[0].socket.recv(1 << 16)
         assert b"HTTP/1.1 200" in got and b"connection: close" in got.lower() and spare[0].socket.recv(1) == b""
-        spare[1].send(head + b"{\"x\": 1}\n")
+        spare[1].send(b"{\"x\": 1}\n")
         got = spare[1].socket.recv(1 << 16)
         assert b"HTTP/1.1 503" in got and b'"code": "too_many_connections"' in got
         for client in (*taken, *spare):
