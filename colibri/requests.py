@@ -122,6 +122,8 @@ class Reader:
             self._codec = codec(self._checkpoint, False)
             self._codec.most = engine.context
         except ColibriError as error:
+            if self._checkpoint.tokenizer:  # the model has text: known at the start, not when somebody sends some
+                raise
             self._no_codec = str(error)
         digits = len(str(self._checkpoint.header["vocab_size"]))
         self.max_text_bytes = engine.context * (self._codec.longest if self._codec else 0)

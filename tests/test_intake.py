@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -68,6 +70,24 @@ def start(words, tmp_path):
         service.go = tmp_path / "go"
         return service
     return start
+
+
+def test_without_the_package(words, tmp_path):
+    """--doctor names it as needed for this model, and a service does not start."""
+    (tmp_path / "tokenizers.py").write_text("raise ImportError")
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = program("colibri.run", "--backend", "host", "--model", words, "--serve", "-", environment=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr.decode().splitlines()[-1]) == (2, b"", (
+        "tokenizers: not installed, expected it for the text of this model; run pip install tokenizers (the extra "
+        "`text`); a text run with --prompt-ids does without"))
+    script = ("import sys\nfrom colibri import doctor, run\nversion = doctor.importlib.metadata.version\n"
+              "def fail(name):\n    if name == 'tokenizers':\n        raise doctor.importlib.metadata.PackageNotFoundError\n"
+              "    return version(name)\ndoctor.importlib.metadata.version = fail\nsys.exit(run.command())")
+    for options, status, word in ((("--model", words), 2, "needed"), ((), 0, "optional")):
+        ended = subprocess.run([sys.executable, "-c", script, "--doctor", *options], cwd=tmp_path, capture_output=True,
+                               check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=TIMEOUT)
+        assert ended.returncode == status and (f" tokenizers {word}: not installed; pip install tokenizers, for text"
+                                               in " ".join(ended.stdout.decode().split())), ended
 
 
 def fields(identity, prompt, count=1, **more):
