@@ -117,7 +117,7 @@ class Http(Connection):
 
     def understand(self, data):
         """Returns an Answer, which has its request."""
-        return Answer(self._path, self.server, self.server.reader.parse(data, "body"))
+        return Answer(self._path, self.server, self.server.reader.parse(data, "body"), self.arrived)
 
     def take(self, made):
         request = made.request

@@ -22,14 +22,14 @@ class Answer:
 
     numbers = itertools.count(1)
 
-    def __init__(self, path, server, body):
+    def __init__(self, path, server, body, arrived):
         _check_model(body, server.name)
         self._is_chat = path == "/v1/chat/completions"
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{next(self.numbers)}"
         self._path, self._server, self._with_usage, self.has_begun = path, server, False, False
         self._created = int(time.time())
         labels = {new: old for old, new in RENAMED[path].items()} | dict.fromkeys(("prompt", "prompt_ids"), INPUT[path])
-        self.request = server.reader.request(self._values(body), labels)
+        self.request = server.reader.request(self._values(body), arrived, labels)
         self._fields = {"id": self.id, "object": "text_completion", "created": self._created, "model": server.name}
         if self._is_chat:
             self._fields["object"] = "chat.completion.chunk" if self.request.stream else "chat.completion"

@@ -151,24 +151,25 @@ class Reader:
         return Refused(f"{where}: more than {most or self.max_bytes} bytes, expected fewer; no prompt that fits the "
                        "context is as long", "too_long", leading_id(data))
 
-    def request(self, values, labels=None):
+    def request(self, values, arrived=None, labels=None):
         """Returns a Request of a dict of FIELDS, with all that takes time left to its encode().
 
+        arrived: when its message had, of time.monotonic(); now unless it is given
         labels: {field: the name that the client knows it by}, for errors
         """
         label = {**dict(zip(FIELDS, FIELDS)), **(labels or {})}
         identity = values.get("id")
         _check_id(identity)
         with _refusing(identity):
-            return self._request(values, label)
+            return self._request(values, time.monotonic() if arrived is None else arrived, label)
 
-    def _request(self, values, label):
+    def _request(self, values, arrived, label):
         _check_names(values, FIELDS)
         given = [name for name in INPUTS if name in values]
         if len(given) != 1:
             got = "missing" if not given else f"given with {given[1]}"
             raise Refused(f"{given[0] if given else 'prompt'}: {got}, expected exactly one of {', '.join(INPUTS)}")
-        request = Request(values["id"], stream=_boolean(values, "stream", label))
+        request = Request(values["id"], stream=_boolean(values, "stream", label), arrived=arrived)
         if "deadline_ms" in values:
             request.deadline = request.arrived + 1e-3 * _integer(values, "deadline_ms", 1, MAX_DEADLINE_MS, label)
         self._check_model(given[0], label)

@@ -72,6 +72,23 @@ def start(words, tmp_path):
     return start
 
 
+def test_the_time_to_read_a_message_counts(words, tmp_path):
+    """A deadline and ttft_ms begin when the whole of it has arrived, over lines and HTTP."""
+    slow = PATCHED.replace("sys.exit", "from colibri import requests\nparse = requests.parse\ndef late(data, *more):\n"
+                           "    time.sleep(0.5)\n    return parse(data, *more)\nrequests.parse = late\nsys.exit")
+    with Service(words, tmp_path, command=[
+            sys.executable, "-c", slow, str(tmp_path / "go"), "--backend", "host", "--model", str(words), "--serve",
+            f"unix:{tmp_path}/socket", "--http", ":0"]) as service, service.client() as client:
+        for prompt in ("w1", LARGE_TEXT):
+            assert client.ask(**fields(1, prompt))["ttft_ms"] >= 500
+            assert client.ask(**fields(2, prompt, deadline_ms=400))["error"]["code"] == "deadline"
+            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=TIMEOUT)
+            connection.request("POST", "/v1/completions", json.dumps(
+                {"model": "words.bin", "prompt": prompt, "max_tokens": 1, "deadline_ms": 400}))
+            assert connection.getresponse().status == 504
+        assert service.stop() == 0
+
+
 def test_without_the_package(words, tmp_path):
     """--doctor names it as needed for this model, and a service does not start."""
     (tmp_path / "tokenizers.py").write_text("raise ImportError")
