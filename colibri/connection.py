@@ -265,7 +265,8 @@ class Lines(Connection):
                 self.server.cancel(self.running[made])
             return
         if made.id in self.running:
-            raise Refused(f"id: {json.dumps(made.id)} is running, expected another; wait for its end", id=made.id)
+            raise Refused("id: ", id=made.id, content=json.dumps(made.id),
+                          after=" is running, expected another; wait for its end")
         made.owner = self
         self.server.submit(made)
         self.running[made.id] = made

@@ -50,7 +50,7 @@ class Http(Connection):
                 else:
                     break
             except h11.RemoteProtocolError as error:
-                refused = Refused(f"HTTP: {error}, expected an HTTP/1.1 request", content=str(error))
+                refused = Refused("HTTP: ", content=str(error), after=", expected an HTTP/1.1 request")
                 self.refuse(refused, error.error_status_hint)
             except Refused as error:
                 self.refuse(error)
@@ -91,7 +91,7 @@ class Http(Connection):
 
     def _handle(self, method, path, body):
         if path not in PATHS:
-            raise Refused(f"path: {path[:100]}, expected one of {', '.join(PATHS)}", "not_found")
+            raise Refused("path: ", "not_found", content=path[:100], after=f", expected one of {', '.join(PATHS)}")
         if method != PATHS[path]:
             self._respond(405, error_body(Refused(f"method: {method}, expected {PATHS[path]} for {path}")),
                           headers=[("allow", PATHS[path])])

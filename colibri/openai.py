@@ -4,7 +4,7 @@ import itertools
 import json
 import time
 
-from colibri.requests import CODES, Refused
+from colibri.requests import CODES, Refused, shown
 
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
 COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stream": "stream",
@@ -42,7 +42,7 @@ class Answer:
         known = ("model", source, "stream_options", "user", *renamed, *NEUTRAL)
         for name, value in body.items():
             if name not in known:
-                raise Refused(f"{json.dumps(name)[:100]}: unsupported field, expected one of "
+                raise Refused("", content=shown(name), after=": unsupported field, expected one of "
                               f"{', '.join(('model', source, 'stream_options', *renamed))}")
             if value is None or name in ("model", "user"):
                 continue
@@ -116,14 +116,14 @@ def _check_model(body, name):
     model = body.get("model")
     if model != name:
         got = "missing" if "model" not in body else json.dumps(model)[:100]
-        raise Refused(f"model: {got}, expected {name}", "not_found" if model else "bad_request")
+        raise Refused("model: ", "not_found" if model else "bad_request", content=got, after=f", expected {name}")
 
 
 def _check_neutral(name, value):
     if not any(type(value) in (type(good), float) and value == good for good in NEUTRAL[name]):
         got, neutral = json.dumps(value)[:60], NEUTRAL[name][0]
-        raise Refused(f"{name}: {got}, not supported, expected {json.dumps(neutral) if neutral else 'none'}; leave it "
-                      "out", content=got)
+        raise Refused(f"{name}: ", content=got, after=", not supported, expected "
+                      f"{json.dumps(neutral) if neutral else 'none'}; leave it out")
 
 
 def _include_usage(body):
@@ -156,7 +156,7 @@ def transcript(messages):
             raise Refused(f"{where}: expected an object with role and content alone")
         if message.get("role") not in ROLES:
             got = json.dumps(message.get("role"))[:60]
-            raise Refused(f"{where}.role: {got}, expected one of {', '.join(ROLES)}", content=got)
+            raise Refused(f"{where}.role: ", content=got, after=f", expected one of {', '.join(ROLES)}")
         lines.append(f"{message['role']}: {_content(message.get('content'), where)}\n")
     return "".join(lines) + "assistant:"
 

@@ -39,17 +39,18 @@ LEADING_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*(-?[0-9]{1,19}|"(?:[^"\\]|\\.){0,1
 class Refused(ColibriError):
     """A request that cannot be served.
 
-    code: one of CODES. id: the request's, where it could be read. content: the part of the message that the client has
-    sent, which may be of a prompt.
+    The message is `before`, content and `after`. code: one of CODES. id: the request's, where it could be read. content:
+    what the client has sent, which may be of a prompt.
     """
 
-    def __init__(self, message, code="bad_request", id=None, content=""):
-        super().__init__(message)
-        self.code, self.id, self._content = code, id, content
+    def __init__(self, before, code="bad_request", id=None, content="", after=""):
+        super().__init__(before + content + after)
+        self.code, self.id, self._parts = code, id, (before, content, after)
 
     def without_content(self):
         """Returns the message without what the client has sent."""
-        return str(self).replace(self._content, "...") if self._content else str(self)
+        before, content, after = self._parts
+        return before + ("..." if content else "") + after
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +200,7 @@ class Reader:
         kind, expected, convert = ((str, "a string", text) if name == "prompt" else
                                    (list, "a list of integers", self._numbers))
         if not isinstance(prompt, kind):
-            raise _wrong(label[name], prompt, expected)
+            raise wrong(label[name], prompt, expected)
         request.used, request.size = self.codec() if name == "prompt" else None, len(prompt)
         request.encode = functools.partial(self._encode, request.id, convert, prompt, label[name],
                                            label["max_new_tokens"], count)
@@ -232,8 +233,8 @@ class Reader:
         except Refused:
             raise
         except ColibriError as error:
-            got = str(error).partition(": ")[2].rpartition(", expected ")[0]
-            raise Refused(str(error), content=got) from None
+            got, expected, rule = str(error).removeprefix(f"{name}: ").rpartition(", expected ")
+            raise Refused(f"{name}: ", content=got, after=expected + rule) from None
 
     def _check_start(self, text, name):
         """Refuses a text of which a part is too many tokens by far, whatever follows: the whole may take seconds."""
@@ -246,11 +247,11 @@ class Reader:
     def _numbers(self, numbers, name):
         if len(numbers) <= self._engine.context:  # else their number alone is wrong enough
             if not all(type(token) is int for token in numbers):
-                raise _wrong(name, numbers, "a list of integers")
+                raise wrong(name, numbers, "a list of integers")
             vocab_size = self._checkpoint.header["vocab_size"]
-            wrong = next((token for token in numbers if not 0 <= token < vocab_size), None)
-            if wrong is not None:
-                raise _wrong(name, wrong, f"0 to {vocab_size - 1}")
+            outside = next((token for token in numbers if not 0 <= token < vocab_size), None)
+            if outside is not None:
+                raise wrong(name, outside, f"0 to {vocab_size - 1}")
         return numbers, "token"
 
     def _count(self, prompt_tokens, count, name):
@@ -259,8 +260,8 @@ class Reader:
             return min(MAX_NEW_TOKENS, room)
         if count > room:
             rule = self._engine.context_rule(prompt_tokens + count - 1)
-            raise Refused(f"{name}: {_shown(count)}, expected at most {room} after a prompt of "
-                          f"{counted(prompt_tokens, 'token')} in a context of {rule}", "too_long")
+            raise Refused(f"{name}: ", "too_long", content=shown(count), after=f", expected at most {room} after a prompt "
+                          f"of {counted(prompt_tokens, 'token')} in a context of {rule}")
         return count
 
     def _stack(self, request, values):
@@ -272,35 +273,38 @@ class Reader:
             if name not in values:
                 raise Refused(f"{name}: missing, expected the name of an .npy file")
             if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME or not value.isprintable():
-                raise _wrong(name, value, "the name of an .npy file")
-        if os.path.realpath(values["input"]) == os.path.realpath(values["output"]):
-            raise Refused(f"output: {values['output']}, expected another file than input; choose another name")
+                raise wrong(name, value, "the name of an .npy file")
+        name, output = values["input"], values["output"]
+        if os.path.realpath(name) == os.path.realpath(output):
+            raise Refused("output: ", content=output, after=", expected another file than input; choose another name")
         try:
-            check_replaceable(values["output"], f"output: {values['output']}")
+            with _naming(output, "output: "):
+                check_replaceable(output, f"output: {output}")
         except OSError as error:
-            raise Refused(f"output: {values['output']}, {error.strerror}, expected a file's name") from None
-        request.rows = Rows(values["input"], values["output"], self._checkpoint)
+            raise Refused("output: ", content=output, after=f", {error.strerror}, expected a file's name") from None
+        with _naming(name):
+            request.rows = Rows(name, output, self._checkpoint)
         return request
 
 
 def parse(data, where="line"):
     """Returns the JSON object in bytes, as a dict. where: what they are, for errors."""
     def constant(name):
-        raise Refused(f"{where}: {name}, expected numbers that JSON has; leave it out")
+        raise Refused(f"{where}: ", content=name, after=", expected numbers that JSON has; leave it out")
 
     def pairs(pairs):
         values = dict(pairs)
         if len(values) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise Refused(f"{where}: {_shown(twice)} twice, expected each field once; leave one out")
+            raise Refused(f"{where}: ", content=shown(twice), after=" twice, expected each field once; leave one out")
         return values
 
     try:
         values = json.loads(data.decode(), parse_constant=constant, object_pairs_hook=pairs)
     except UnicodeDecodeError as error:
-        got = f"byte 0x{data[error.start]:02x} at {error.start}"
-        raise Refused(f"{where}: {got}, expected UTF-8; encode it so") from None
+        raise Refused(f"{where}: byte ", content=f"0x{data[error.start]:02x}",
+                      after=f" at {error.start}, expected UTF-8; encode it so") from None
     except json.JSONDecodeError as error:
         raise Refused(f"{where}: not JSON from character {error.pos} on, expected one JSON object") from None
     except RecursionError:
@@ -308,7 +312,7 @@ def parse(data, where="line"):
     except ValueError:  # of an integer with thousands of digits
         raise Refused(f"{where}: a number too long to read, expected fewer digits") from None
     if not isinstance(values, dict):
-        raise _wrong(where, values, "a JSON object")
+        raise wrong(where, values, "a JSON object")
     return values
 
 
@@ -351,6 +355,23 @@ def _refusing(identity):
         raise Refused(str(error), id=identity) from None
 
 
+@contextlib.contextmanager
+def _naming(value, before=""):
+    """Makes an error whose text begins with `before` and a client's value a Refused that keeps the two apart."""
+    try:
+        yield
+    except ColibriError as error:
+        raise apart(error, value, before) from None
+
+
+def apart(error, value, before="", *more):
+    """Returns a Refused of an error whose text may begin with `before` and a client's value. more: as of Refused"""
+    text = str(error)
+    if not text.startswith(before + value):
+        return Refused(text, *more)
+    return Refused(before, *more, content=value, after=text[len(before + value):])
+
+
 def cancelled_id(values):
     """Returns the id in {"cancel": id}, or None where it is a request."""
     if "cancel" not in values:
@@ -363,7 +384,7 @@ def cancelled_id(values):
 def _check_names(values, known):
     for name in values:
         if name not in known:
-            raise Refused(f"{_shown(name)}: unknown field, expected one of {', '.join(known)}")
+            raise Refused("", content=shown(name), after=f": unknown field, expected one of {', '.join(known)}")
 
 
 def _check_id(value, name="id"):
@@ -372,13 +393,13 @@ def _check_id(value, name="id"):
     if value is None:
         raise Refused(f"{name}: missing, expected {rule}")
     if not good:
-        raise _wrong(name, value, rule)
+        raise wrong(name, value, rule)
 
 
 def _boolean(values, name, label, default=False):
     value = values.get(name, default)
     if type(value) is not bool:
-        raise _wrong(label[name], value, "true or false")
+        raise wrong(label[name], value, "true or false")
     return value
 
 
@@ -386,7 +407,7 @@ def _integer(values, name, low, high, label):
     value = values[name]
     limit = f"{low} to {high}" if high else f"{low} or more"
     if type(value) is not int or value < low or (high and value > high):
-        raise _wrong(label[name], value, f"an integer, {limit}")
+        raise wrong(label[name], value, f"an integer, {limit}")
     return value
 
 
@@ -396,21 +417,20 @@ def _sampler(values, label):
     for name, default in GREEDY._asdict().items():
         value = fields[name] = values.get(name, default)
         if type(value) not in (int, float):
-            raise _wrong(label[name], value, "a number")
+            raise wrong(label[name], value, "a number")
     try:
         return check_sampler(Sampler(**fields))
     except ColibriError as error:
         name, expected = str(error).partition(": ")[0], str(error).rpartition(", expected ")[2]
-        raise _wrong(label[name], fields[name], expected) from None
+        raise wrong(label[name], fields[name], expected) from None
 
 
-def _wrong(where, value, expected):
+def wrong(where, value, expected):
     """Returns a Refused for a value of the client's."""
-    shown = _shown(value)
-    return Refused(f"{where}: {shown}, expected {expected}", content=shown)
+    return Refused(f"{where}: ", content=shown(value), after=f", expected {expected}")
 
 
-def _shown(value):
+def shown(value):
     """Returns a value for an error: short, on one line, in ASCII."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"

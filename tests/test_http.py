@@ -225,6 +225,21 @@ def test_paths_and_methods(service):
     assert ask(service, "DELETE", "/metrics")[0] == 405
 
 
+def test_what_is_refused_is_not_logged(service):
+    for method, path, body in (("GET", "/secret", None), ("POST", "/v1/completions", {"model": "secret"}),
+                               ("POST", "/v1/completions", {"model": MODEL, "secret": 1}),
+                               ("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "suffix": "secret"}),
+                               ("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "secret"}]})):
+        status, _, text = ask(service, method, path, body)
+        assert status in (400, 404) and "secret" in message(text)
+    assert b"secret" in raw(service, b"GET /secret[ HTTP/1.1\r\nHost: x\r\nsecret\r\n\r\n").lower()
+    service.metric("queue_depth")
+    for text in ("path: ..., expected one of /health, ", "model: ..., expected moe-32.bin", "...: unsupported field, ",
+                 "suffix: ..., not supported, expected none; leave it out", "messages[0].role: ..., expected one of "):
+        assert text in service.log
+    assert "secret" not in service.log
+
+
 def test_a_deadline(service):
     status, got = complete(service, prompt=PROMPT, max_tokens=490, deadline_ms=15)
     assert status == 200 and got["choices"][0]["finish_reason"] == "deadline"
