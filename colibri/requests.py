@@ -246,12 +246,12 @@ class Reader:
 
     def _numbers(self, numbers, name):
         if len(numbers) <= self._engine.context:  # else their number alone is wrong enough
-            if not all(type(token) is int for token in numbers):
-                raise wrong(name, numbers, "a list of integers")
             vocab_size = self._checkpoint.header["vocab_size"]
-            outside = next((token for token in numbers if not 0 <= token < vocab_size), None)
-            if outside is not None:
-                raise wrong(name, outside, f"0 to {vocab_size - 1}")
+            for index, token in enumerate(numbers):
+                if type(token) is not int:
+                    raise wrong(f"{name}[{index}]", token, "an integer")
+                if not 0 <= token < vocab_size:
+                    raise wrong(f"{name}[{index}]", token, f"0 to {vocab_size - 1}")
         return numbers, "token"
 
     def _count(self, prompt_tokens, count, name):

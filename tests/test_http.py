@@ -169,7 +169,7 @@ def message(text):
       "seed, stream, deadline_ms, max_tokens, add_special_tokens")),
     ("completions", {"model": MODEL, "prompt": ["a", "b"]}, "prompt: 2 prompts, expected one; send a request for each"),
     ("completions", {"model": MODEL, "prompt": 5}, "prompt: 5, expected a string"),
-    ("completions", {"model": MODEL, "prompt": [300]}, "prompt: 300, expected 0 to 255"),
+    ("completions", {"model": MODEL, "prompt": [300]}, "prompt[0]: 300, expected 0 to 255"),
     ("completions", {"model": MODEL, "prompt": "x", "n": 2}, "n: 2, not supported, expected 1; leave it out"),
     ("completions", {"model": MODEL, "prompt": "x", "stop": ["\n"]},
      'stop: ["\\n"], not supported, expected none; leave it out'),

@@ -687,7 +687,7 @@ def test_logs(moe_32):
     ({"prompt": "my secret", "seed": -1}, "seed: ..., expected 0 to 2^64 - 1"),
     ({"prompt": ["my secret"]}, "prompt: ..., expected a string"),
     ({"prompt_ids": "my secret"}, "prompt_ids: ..., expected a list of integers"),
-    ({"prompt_ids": [7, 4711]}, "prompt_ids: ..., expected 0 to 255"),
+    ({"prompt_ids": [7, 4711]}, "prompt_ids[1]: ..., expected 0 to 255"),
     ({"prompt": "my secret", "max_new_tokens": "my secret"}, "max_new_tokens: ..., expected an integer, 1 or more"),
     ({"prompt": "x", "my secret": 1}, (
         "...: unknown field, expected one of id, prompt, prompt_ids, input, output, max_new_tokens, temperature, top_k, "
