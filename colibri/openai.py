@@ -4,7 +4,7 @@ import itertools
 import json
 import time
 
-from colibri.requests import CODES, Refused, shown
+from colibri.requests import CODES, Refused, shown, wrong
 
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
 COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stream": "stream",
@@ -128,12 +128,22 @@ def _check_neutral(name, value):
 
 def _include_usage(body):
     options = body["stream_options"]
-    if not isinstance(options, dict) or set(options) - {"include_usage"} or not body.get("stream"):
-        raise Refused("stream_options: expected {\"include_usage\": true} and \"stream\": true")
+    if not isinstance(options, dict):
+        raise wrong("stream_options", options, "an object such as {\"include_usage\": true}")
+    _check_keys("stream_options", options, ("include_usage",))
     value = options.get("include_usage", False)
     if type(value) is not bool:
-        raise Refused("stream_options.include_usage: expected true or false")
+        raise wrong("stream_options.include_usage", value, "true or false")
+    if not body.get("stream"):
+        raise Refused("stream_options: given, expected only with \"stream\": true; leave it out")
     return value
+
+
+def _check_keys(where, values, known):
+    """Checks that an object has no other fields than those that are known."""
+    for name in values:
+        if name not in known:
+            raise Refused(f"{where}: ", content=shown(name), after=f": unknown field, expected {' and '.join(known)} alone")
 
 
 def _prompt(prompt):
@@ -148,28 +158,35 @@ def _prompt(prompt):
 def transcript(messages):
     """Returns the messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
     if not isinstance(messages, list) or not messages:
-        raise Refused("messages: expected a list of at least one message")
+        got = "no message" if messages == [] else shown(messages)
+        raise Refused("messages: ", content=got, after=", expected a list of at least one message")
     lines = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if not isinstance(message, dict) or set(message) - {"role", "content"}:
-            raise Refused(f"{where}: expected an object with role and content alone")
-        if message.get("role") not in ROLES:
-            got = json.dumps(message.get("role"))[:60]
-            raise Refused(f"{where}.role: ", content=got, after=f", expected one of {', '.join(ROLES)}")
-        lines.append(f"{message['role']}: {_content(message.get('content'), where)}\n")
+        if not isinstance(message, dict):
+            raise wrong(where, message, "an object with role and content alone")
+        _check_keys(where, message, ("role", "content"))
+        for name, expected in (("role", f"one of {', '.join(ROLES)}"), ("content", "a string, or a list of parts")):
+            if name not in message:
+                raise Refused(f"{where}.{name}: missing, expected {expected}")
+        if message["role"] not in ROLES:
+            raise wrong(f"{where}.role", message["role"], f"one of {', '.join(ROLES)}")
+        lines.append(f"{message['role']}: {_content(message['content'], f'{where}.content')}\n")
     return "".join(lines) + "assistant:"
 
 
 def _content(content, where):
     """Returns text, of which content may be a list of parts."""
-    if isinstance(content, list) and all(
-            isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-            and isinstance(part["text"], str) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise Refused(f"{where}.content: expected a string, or a list of {{\"type\": \"text\", \"text\": ...}}")
-    return content
+    part = "{\"type\": \"text\", \"text\": ...}"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, content, f"a string, or a list of {part}")
+    for index, value in enumerate(content):
+        is_text = isinstance(value, dict) and value.keys() == {"type", "text"} and value["type"] == "text"
+        if not is_text or not isinstance(value["text"], str):
+            raise wrong(f"{where}[{index}]", value, f"{part}, a string and nothing else")
+    return "".join(value["text"] for value in content)
 
 
 def models(name):

@@ -159,8 +159,7 @@ class Reader:
         labels: {field: the name that the client knows it by}, for errors
         """
         label = {**dict(zip(FIELDS, FIELDS)), **(labels or {})}
-        identity = values.get("id")
-        _check_id(identity)
+        identity = _checked_id(values)
         with _refusing(identity):
             return self._request(values, time.monotonic() if arrived is None else arrived, label)
 
@@ -377,8 +376,7 @@ def cancelled_id(values):
     if "cancel" not in values:
         return None
     _check_names(values, ("cancel",))
-    _check_id(values["cancel"], "cancel")
-    return values["cancel"]
+    return _checked_id(values, "cancel")
 
 
 def _check_names(values, known):
@@ -387,13 +385,16 @@ def _check_names(values, known):
             raise Refused("", content=shown(name), after=f": unknown field, expected one of {', '.join(known)}")
 
 
-def _check_id(value, name="id"):
+def _checked_id(values, name="id"):
+    """Returns a request's id, or that in another field."""
+    value = values.get(name)
     good = isinstance(value, str) and len(value) <= MAX_ID or type(value) is int and abs(value) < 1 << 63
     rule = f"a string of at most {MAX_ID} characters or an integer of 64 bits"
-    if value is None:
+    if name not in values:
         raise Refused(f"{name}: missing, expected {rule}")
     if not good:
         raise wrong(name, value, rule)
+    return value
 
 
 def _boolean(values, name, label, default=False):
@@ -422,6 +423,8 @@ def _sampler(values, label):
         return check_sampler(Sampler(**fields))
     except ColibriError as error:
         name, expected = str(error).partition(": ")[0], str(error).rpartition(", expected ")[2]
+        if name == "top_p" and 0 < fields[name] < 1:
+            expected = "at least 1e-45, which is more than 0 as a float32, and at most 1"
         raise wrong(label[name], fields[name], expected) from None
 
 

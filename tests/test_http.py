@@ -178,20 +178,36 @@ def message(text):
     ("completions", {"model": MODEL, "prompt": "x", "temperature": 3e38},
      "temperature: 3e+38, expected 0 (greedy) to 1e30"),
     ("completions", {"model": MODEL, "prompt": "x", "stream_options": {"include_usage": True}},
-     'stream_options: expected {"include_usage": true} and "stream": true'),
+     'stream_options: given, expected only with "stream": true; leave it out'),
+    ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": [1]},
+     'stream_options: a list, expected an object such as {"include_usage": true}'),
+    ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"usage": True}},
+     'stream_options: "usage": unknown field, expected include_usage alone'),
+    ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
+     "stream_options.include_usage: 1, expected true or false"),
     ("completions", {"model": MODEL, "prompt": "x", "messages": []},
      ('"messages": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, seed, '
       "stream, deadline_ms, max_tokens, add_special_tokens")),
     ("chat/completions", {"model": MODEL}, "messages: missing, expected a list of messages"),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\ud83d"}]},
      "messages: half a surrogate pair, expected text; send whole characters"),
-    ("chat/completions", {"model": MODEL, "messages": []}, "messages: expected a list of at least one message"),
+    ("chat/completions", {"model": MODEL, "messages": []}, "messages: no message, expected a list of at least one message"),
+    ("chat/completions", {"model": MODEL, "messages": "hello"},
+     'messages: "hello", expected a list of at least one message'),
+    ("chat/completions", {"model": MODEL, "messages": ["hello"]},
+     'messages[0]: "hello", expected an object with role and content alone'),
+    ("chat/completions", {"model": MODEL, "messages": [{"content": "x"}]},
+     "messages[0].role: missing, expected one of system, developer, user, assistant"),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}, {"role": "user"}]},
+     "messages[1].content: missing, expected a string, or a list of parts"),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": 5}]},
+     'messages[0].content: 5, expected a string, or a list of {"type": "text", "text": ...}'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "tool", "content": "x"}]},
      'messages[0].role: "tool", expected one of system, developer, user, assistant'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-     'messages[0].content: expected a string, or a list of {"type": "text", "text": ...}'),
+     'messages[0].content[0]: an object, expected {"type": "text", "text": ...}, a string and nothing else'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x", "tool_calls": []}]},
-     "messages[0]: expected an object with role and content alone"),
+     'messages[0]: "tool_calls": unknown field, expected role and content alone'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
                           "max_completion_tokens": 1},
      "max_completion_tokens: given twice, expected max_tokens or max_completion_tokens; leave one out"),
@@ -483,7 +499,7 @@ def test_a_prometheus_parser_reads_the_metrics(moe_32, tmp_path, engine):
 
 def test_transcript():
     assert transcript([{"role": "user", "content": "a\nb"}]) == "user: a\nb\nassistant:"
-    with pytest.raises(Refused, match="messages: expected a list"):
+    with pytest.raises(Refused, match='messages: "x", expected a list'):
         transcript("x")
 
 

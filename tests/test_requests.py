@@ -36,7 +36,7 @@ BAD = [
     (b'{"id": 1, "seed": ' + b"9" * 5000 + b"}", "line: a number too long to read, expected fewer digits"),
     (b'{"id": 1, "id": 2, "prompt": "x"}', 'line: "id" twice, expected each field once; leave one out'),
     (b'{"prompt": "x"}', f"id: missing, {INTEGER_ID}"),
-    (b'{"id": null, "prompt": "x"}', f"id: missing, {INTEGER_ID}"),
+    (b'{"id": null, "prompt": "x"}', f"id: null, {INTEGER_ID}"),
     (b'{"id": 1.5, "prompt": "x"}', f"id: 1.5, {INTEGER_ID}"),
     (b'{"id": true, "prompt": "x"}', f"id: true, {INTEGER_ID}"),
     (b'{"id": 9223372036854775808, "prompt": "x"}', f"id: 9223372036854775808, {INTEGER_ID}"),
@@ -78,7 +78,7 @@ BAD = [
     (b'"top_k": 2147483648', "top_k: 2147483648, expected 0 (all) to 2^31 - 1"),
     (b'"top_p": 0', "top_p: 0, expected more than 0 and at most 1"),
     (b'"top_p": 1' + b"0" * 40, "top_p: a number of more than 64 bits, expected more than 0 and at most 1"),
-    (b'"top_p": 1e-50', "top_p: 1e-50, expected more than 0 and at most 1"),  # 0 as float32
+    (b'"top_p": 1e-50', "top_p: 1e-50, expected at least 1e-45, which is more than 0 as a float32, and at most 1"),
     (b'"top_p": 1.01', "top_p: 1.01, expected more than 0 and at most 1"),
     (b'"seed": -1', "seed: -1, expected 0 to 2^64 - 1"),
     (b'"seed": 18446744073709551616', "seed: a number of more than 64 bits, expected 0 to 2^64 - 1"),
@@ -101,6 +101,7 @@ TOO_LONG = [
 ]
 CANCEL = [
     (b'{"cancel": 1, "id": 2}', '"id": unknown field, expected one of cancel'),
+    (b'{"cancel": null}', f"cancel: null, {INTEGER_ID}"),
     (b'{"cancel": []}', f"cancel: a list, {INTEGER_ID}"),
 ]
 
