@@ -279,6 +279,7 @@ class Reader:
         try:
             with _naming(output, "output: "):
                 check_replaceable(output, f"output: {output}")
+            os.close(os.open(os.path.dirname(output) or ".", os.O_PATH | os.O_DIRECTORY))  # the folder is there
         except OSError as error:
             raise Refused("output: ", content=output, after=f", {error.strerror}, expected a file's name") from None
         with _naming(name):

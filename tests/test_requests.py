@@ -207,6 +207,8 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
                 ({"input": "x.npy", "output": "socket"},
                  "output: socket: a special file, expected a file or a new name"),
                 ({"input": "x.npy", "output": "."}, "output: .: a directory, expected a file or a new name"),
+                ({"input": "x.npy", "output": "none/y.npy"},
+                 "output: none/y.npy, No such file or directory, expected a file's name"),
                 ({"input": "x.npy", "output": "x.npy/y"}, "output: x.npy/y, Not a directory, expected a file's name"),
                 ({"input": "x.npy", "output": "y.npy", "seed": 1}, ("seed: given, expected only with prompt or "
                                                                    "prompt_ids; leave it out")),
