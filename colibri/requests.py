@@ -34,6 +34,7 @@ CODES = {  # of errors, with the HTTP status that says the same
 
 
 LEADING_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*(-?[0-9]{1,19}|"(?:[^"\\]|\\.){0,128}")\s*,', re.DOTALL)
+ID_NAME = re.compile(rb'"id"\s*:')
 
 
 class Refused(ColibriError):
@@ -144,13 +145,13 @@ class Reader:
             raise self.too_long(data, where, most)
         if len(data) > self.max_bare_bytes and _has_bare(data, self.max_bare_bytes):
             raise Refused(f"{where}: more than {self.max_bare_bytes} bytes outside of strings, expected fewer; no list "
-                          "of token numbers that fits the context is as long", "too_long", leading_id(data))
+                          "of token numbers that fits the context is as long", "too_long", leading_id(data, where))
         return parse(data, where)
 
     def too_long(self, data, where, most=None):
         """Returns a Refused for data that is, or begins, a line of more bytes than `most`, or than max_bytes."""
         return Refused(f"{where}: more than {most or self.max_bytes} bytes, expected fewer; no prompt that fits the "
-                       "context is as long", "too_long", leading_id(data))
+                       "context is as long", "too_long", leading_id(data, where))
 
     def request(self, values, arrived=None, labels=None):
         """Returns a Request of a dict of FIELDS, with all that takes time left to its encode().
@@ -288,7 +289,17 @@ class Reader:
 
 
 def parse(data, where="line"):
-    """Returns the JSON object in bytes, as a dict. where: what they are, for errors."""
+    """Returns the JSON object in bytes, as a dict. where: what they are, for errors, which have the id that it begins
+    with.
+    """
+    try:
+        return _parse(data, where)
+    except Refused as error:
+        error.id = leading_id(data, where) if len(ID_NAME.findall(data)) == 1 else None
+        raise
+
+
+def _parse(data, where):
     def constant(name):
         raise Refused(f"{where}: ", content=name, after=", expected numbers that JSON has; leave it out")
 
@@ -316,9 +327,9 @@ def parse(data, where="line"):
     return values
 
 
-def leading_id(data):
-    """Returns the id with which the bytes of a JSON object begin, or None."""
-    found = LEADING_ID.match(data[:1000])
+def leading_id(data, where="line"):
+    """Returns the id with which the bytes of a line begin, or None, also where they are no line."""
+    found = LEADING_ID.match(data[:1000]) if where == "line" else None
     with contextlib.suppress(ValueError):  # of an escape that is none
         return json.loads(found[1]) if found else None
 

@@ -136,6 +136,20 @@ def test_catalogue(reader, line, message):
     assert refused.value.id in (None, 1)
 
 
+@pytest.mark.parametrize("line, identity", [
+    (b'{"id":1,"prompt":"a","prompt":"b"}', 1), (b'{"id": "a", "temperature": NaN}', "a"), (b'{"id": 7, "prompt": \xff', 7),
+    (b'{"id": 2, "seed": ' + b"9" * 5000 + b"}", 2), (b'{"id": 3, "x": ' + b"[" * 10_000, 3), (b'{"id": 4, "prompt": "x"', 4),
+    (b'{"id": 1, "id": 2, "prompt": "x"}', None), (b'{"id": 1, "prompt": "x", "id": 2}', None),
+    (b'{"prompt": NaN, "id": 1}', None)])
+def test_a_bad_line_has_the_id_that_it_begins_with(line, identity):
+    with pytest.raises(Refused) as refused:
+        parse(line)
+    assert refused.value.id == identity
+    with pytest.raises(Refused) as refused:
+        parse(line, "body")
+    assert refused.value.id is None  # there, it is no field
+
+
 @pytest.mark.parametrize("line, message", TOO_LONG, ids=[str(line[:40]) for line, _ in TOO_LONG])
 def test_more_than_the_context_holds(reader, line, message):
     with pytest.raises(Refused) as refused:
