@@ -190,13 +190,14 @@ NOT_FOUND = error_of("RepositoryNotFoundError")
     (error_of("RevisionNotFoundError")("404"), ("no such revision, expected a branch, a tag or a commit after @; check "
                                                 "it")),
     (error_of("IncompleteSnapshotError", error_of("LocalEntryNotFoundError"))("x"), (
-        "only a part of it is in the Hub's cache, and the Hub is not reached, expected all of it; check the network, "
-        "unset HF_HUB_OFFLINE, or name a folder")),
+        "only a part of it is in the Hub's cache, and the Hub is not reached, expected all of it; check the network, or "
+        "name a folder")),
     (OSError(28, "No space left on device"), ("OSError: [Errno 28] No space left on device, expected the model from the "
                                               "Hugging Face Hub; try again, or name a folder")),
     (error_of("ProxyError")(""), "ProxyError: , expected the model from the Hugging Face Hub; try again, or name a folder"),
 ])
-def test_errors_of_the_hub_are_one_line(capsys, tmp_path, remote, error, line):
+def test_errors_of_the_hub_are_one_line(capsys, tmp_path, remote, monkeypatch, error, line):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     remote.error = error
     assert refusal(capsys, "org/name", tmp_path / "a.bin") == f"org/name: {line}\n"
 
