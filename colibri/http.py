@@ -16,8 +16,9 @@ except ImportError:
     raise ColibriError("h11: not installed, expected it for --http; run pip install h11 (the extra `serve`)") from None
 
 MAX_HEAD_BYTES = 16 << 10
-PATHS = {"/health": "GET", "/ready": "GET", "/metrics": "GET", "/v1/models": "GET",
-         "/v1/completions": "POST", "/v1/chat/completions": "POST"}
+GET, POST = ("GET", "HEAD"), ("POST",)
+PATHS = {"/health": GET, "/ready": GET, "/metrics": GET, "/v1/models": GET, "/v1/completions": POST,
+         "/v1/chat/completions": POST}
 ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)  # that a target has before its path where a proxy is spoken to
 
 
@@ -92,9 +93,9 @@ class Http(Connection):
     def _handle(self, method, path, body):
         if path not in PATHS:
             raise Refused("path: ", "not_found", content=path[:100], after=f", expected one of {', '.join(PATHS)}")
-        if method != PATHS[path]:
-            self._respond(405, error_body(Refused(f"method: {method}, expected {PATHS[path]} for {path}")),
-                          headers=[("allow", PATHS[path])])
+        if method not in PATHS[path]:
+            expected = f", expected {' or '.join(PATHS[path])} for {path}"
+            self.refuse(Refused("method: ", content=method[:100], after=expected), 405, [("allow", ", ".join(PATHS[path]))])
         elif path == "/health":
             wrong = self.server.health()
             self._respond(503 if wrong else 200, {"status": wrong or "ok"})
@@ -150,14 +151,14 @@ class Http(Connection):
             del self.running[request.id]
             self._end()
 
-    def refuse(self, error, status=None):
+    def refuse(self, error, status=None, headers=()):
         self.server.refused(error)
-        self._error(error, status)
+        self._error(error, status, headers)
 
-    def _error(self, error, status=None):
+    def _error(self, error, status=None, headers=()):
         """Answers with an error; a request that was not read whole is the connection's last."""
         status = status or CODES[error.code]
-        headers = [("retry-after", "1")] if error.code == "queue_full" else []
+        headers = [("retry-after", "1")] if error.code == "queue_full" else headers
         self._respond(status, error_body(error), headers=headers)
 
     def _respond(self, status, content, kind="application/json", headers=()):

@@ -237,8 +237,17 @@ def test_paths_and_methods(service):
                                             "/v1/completions, /v1/chat/completions"))
     status, headers, text = ask(service, "GET", "/v1/completions")
     assert (status, headers["allow"], message(text)) == (405, "POST", "method: GET, expected POST for /v1/completions")
-    assert ask(service, "HEAD", "/health")[::2] == (405, "")
-    assert ask(service, "DELETE", "/metrics")[0] == 405
+    for path in ("/health", "/ready", "/metrics", "/v1/models"):
+        (status, head, text), get = ask(service, "HEAD", path), ask(service, "GET", path)
+        assert (status, text, head["content-type"]) == (200, "", get[1]["content-type"]), path
+        assert path == "/metrics" or head == get[1]  # its length is that of the body that is not sent
+    before = service.metric('errors_total{code="bad_request"}')
+    status, headers, text = ask(service, "DELETE", "/metrics")
+    assert (status, headers["allow"]) == (405, "GET, HEAD")
+    assert message(text) == "method: DELETE, expected GET or HEAD for /metrics"
+    assert ask(service, "HEAD", "/v1/completions")[::2] == (405, "")
+    assert service.metric('errors_total{code="bad_request"}') == before + 2
+    assert 'code=bad_request message="method: ..., expected GET or HEAD for /metrics"\n' in service.log
 
 
 def test_what_is_refused_is_not_logged(service):
@@ -354,7 +363,7 @@ def test_a_target_with_its_origin(service, target, status):
 def test_garbage_after_a_head(service):
     got = raw(service, b"HEAD /health HTTP/1.1\r\nHost: a\r\n\r\nGARBAGE\r\n\r\n")
     first, second = re.split(rb"HTTP/1.1 (?=\d)", got)[1:]
-    assert first.startswith(b"405 ") and first.endswith(b"\r\n\r\n") and second.startswith(b"400 ")
+    assert first.startswith(b"200 ") and first.endswith(b"\r\n\r\n") and second.startswith(b"400 ")
     assert message(second.partition(b"\r\n\r\n")[2]) == ("HTTP: illegal request line: bytearray(b'GARBAGE'), expected "
                                                         "an HTTP/1.1 request")
 

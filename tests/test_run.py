@@ -113,8 +113,8 @@ def test_a_table_keeps_paths_whole_and_leaves_a_share_above_one_out(engine, monk
     meter = report.Meter(engine, 0.1)
     meter.ttft, meter.prefilled, meter.itl, meter.decoded = [0.01], 5, [1e-4] * 60, 60
     path = f"/a folder/{'with blanks ' * 20}/libcolibri.so"
-    for bandwidth, line in ((1.0, "GB/s, above the 0.0 GB/s measured of this machine: other processes disturbed that "
-                                  "measurement"), (1e15, "GB/s: 0.00 of this machine's 1000000.0 GB/s")):
+    disturbed = "GB/s, above the 0.0 GB/s measured of this machine: other processes disturbed that measurement"
+    for bandwidth, line in ((1.0, disturbed), (1e15, "GB/s: 0.00 of this machine's 1000000.0 GB/s")):
         monkeypatch.setattr(engine.memory, "read_bandwidth", lambda *_, bandwidth=bandwidth: bandwidth)
         made = {**meter.figures(), "library": path}
         table = report.table(made)
