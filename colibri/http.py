@@ -77,6 +77,7 @@ class Http(Connection):
     def _event(self, event):
         if isinstance(event, h11.Request):
             self._head = event
+            self._check_length(dict(event.headers))
             if self._h11.they_are_waiting_for_100_continue:
                 self.write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])))
         elif isinstance(event, h11.Data):
@@ -89,6 +90,15 @@ class Http(Connection):
                 raise self.server.reader.too_long(body, "body")
             path = ORIGIN.sub(b"", self._head.target).partition(b"?")[0].decode("ascii", "replace")
             self._handle(self._head.method.decode(), path, body)
+
+    def _check_length(self, headers):
+        """Refuses a body of two lengths, of which a proxy may see the other, and one that need not come at all."""
+        length = headers.get(b"content-length")
+        if length is not None and b"transfer-encoding" in headers:
+            raise Refused("HTTP: Content-Length and Transfer-Encoding, expected one of them; leave one out")
+        if length is not None and int(length) > self.server.reader.max_bytes \
+                and self._h11.they_are_waiting_for_100_continue:
+            raise self.server.reader.too_long(b"", "body")
 
     def _handle(self, method, path, body):
         if path not in PATHS:
@@ -173,9 +183,7 @@ class Http(Connection):
             self.close()
 
     def _connection_header(self):
-        names = [name for name, _ in self._head.headers] if self._head else ()
-        is_ambiguous = b"content-length" in names and b"transfer-encoding" in names  # a proxy may see another end of it
-        must_close = self.server.is_draining or self.is_spare or is_ambiguous or self._h11.their_state is not h11.DONE
+        must_close = self.server.is_draining or self.is_spare or self._h11.their_state is not h11.DONE
         return [("connection", "close")] if must_close else []
 
     def _end(self):

@@ -348,10 +348,14 @@ def test_what_a_client_sends_while_its_request_runs_is_bounded(moe_32, tmp_path)
 
 
 def test_two_lengths_of_a_body(service):
-    """What follows is not read: a proxy may have taken it for a part of the body."""
+    """They are refused, and what follows is not read: a proxy may have taken it for a part of the body."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
+    got = raw(service, head)  # at once
+    assert got.startswith(b"HTTP/1.1 400 ") and message(got.partition(b"\r\n\r\n")[2]) == (
+        "HTTP: Content-Length and Transfer-Encoding, expected one of them; leave one out")
     got = raw(service, b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
                        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert got.count(b"HTTP/1.1 ") == 1 and got.startswith(b"HTTP/1.1 405 ") and b"connection: close\r\n" in got.lower()
+    assert got.count(b"HTTP/1.1 ") == 1 and got.startswith(b"HTTP/1.1 400 ") and b"connection: close\r\n" in got.lower()
 
 
 @pytest.mark.parametrize("target, status", [("http://a/health", 200), ("HTTPS://a:80/health?x=http://b/c", 200),
@@ -380,6 +384,8 @@ def test_a_body_in_pieces_and_an_old_client(service):
     expect = (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n"
               b"Connection: close\r\n\r\n")
     assert raw(service, expect % len(body), body, pause=0.05).startswith(b"HTTP/1.1 100 \r\n\r\nHTTP/1.1 200")
+    got = raw(service, expect % 99_999_999_999)  # without the body: its length is enough
+    assert got.startswith(b"HTTP/1.1 400 ") and json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_long"
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\0\x01\0", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
