@@ -49,10 +49,10 @@ class Http(Connection):
                     self._input.clear()
                     self._h11.receive_data(data)
                 else:
+                    self._check_is_http()
                     break
             except h11.RemoteProtocolError as error:
-                refused = Refused("HTTP: ", content=str(error), after=", expected an HTTP/1.1 request")
-                self.refuse(refused, error.error_status_hint)
+                self.refuse(_refused(error), error.error_status_hint)
             except Refused as error:
                 self.refuse(error)
         self.is_sated = len(self._input) > self.server.reader.max_bytes  # of further requests, while one runs
@@ -90,6 +90,11 @@ class Http(Connection):
                 raise self.server.reader.too_long(body, "body")
             path = ORIGIN.sub(b"", self._head.target).partition(b"?")[0].decode("ascii", "replace")
             self._handle(self._head.method.decode(), path, body)
+
+    def _check_is_http(self):
+        """Refuses a JSON line at once: no head begins so, and its end would not come."""
+        if self._h11.their_state is h11.IDLE and self._h11.trailing_data[0][:1] == b"{":
+            raise Refused("HTTP: a JSON object, expected an HTTP/1.1 request; lines are spoken at --serve")
 
     def _check_length(self, headers):
         """Refuses a body of two lengths, of which a proxy may see the other, and one that need not come at all."""
@@ -195,3 +200,12 @@ class Http(Connection):
             self.flush()
         else:
             self.close()
+
+
+def _refused(error):
+    """Returns a Refused of what h11 says of bytes that are no HTTP: in its words, but as text, and with the limit."""
+    text = str(error)
+    if error.error_status_hint == 431:
+        text = f"more than {MAX_HEAD_BYTES} bytes of a head or of a chunk's size"
+    what, _, shown = text.partition(": bytearray(b")
+    return Refused(f"HTTP: {what} " if shown else f"HTTP: {what}", content=json.dumps(shown[1:-2][:100]) if shown else "", after=", expected an HTTP/1.1 request")

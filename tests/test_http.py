@@ -368,8 +368,8 @@ def test_garbage_after_a_head(service):
     got = raw(service, b"HEAD /health HTTP/1.1\r\nHost: a\r\n\r\nGARBAGE\r\n\r\n")
     first, second = re.split(rb"HTTP/1.1 (?=\d)", got)[1:]
     assert first.startswith(b"200 ") and first.endswith(b"\r\n\r\n") and second.startswith(b"400 ")
-    assert message(second.partition(b"\r\n\r\n")[2]) == ("HTTP: illegal request line: bytearray(b'GARBAGE'), expected "
-                                                        "an HTTP/1.1 request")
+    assert message(second.partition(b"\r\n\r\n")[2]) == ("HTTP: illegal request line \"GARBAGE\", expected an "
+                                                        "HTTP/1.1 request")
 
 
 def test_a_body_in_pieces_and_an_old_client(service):
@@ -395,6 +395,27 @@ def test_what_is_no_http(service, data):
     got = raw(service, data)
     assert re.match(rb"HTTP/1.1 4\d\d ", got)
     assert b"expected an HTTP/1.1 request" in got and b"connection: close" in got.lower()
+
+
+@pytest.mark.parametrize("data, status, expected", [
+    (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", 431,
+     "more than 16384 bytes of a head or of a chunk's size, expected an HTTP/1.1 request"),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400,
+     'illegal chunk header "zz", expected an HTTP/1.1 request'),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n", 400,
+     'malformed chunk footer "bc", expected an HTTP/1.1 request'),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501,
+     "Only Transfer-Encoding: chunked is supported, expected an HTTP/1.1 request"),
+    (b"GET /\"\xff' HTTP/1.1\r\nHost\r\n\r\n", 400, None),
+    (b'{"id": 1, "prompt": "x"}\n', 400, "a JSON object, expected an HTTP/1.1 request; lines are spoken at --serve"),
+    (b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n{"id": 1', 400,
+     "a JSON object, expected an HTTP/1.1 request; lines are spoken at --serve")])
+def test_what_is_no_http_is_told_so_plainly(service, data, status, expected):
+    head, _, body = raw(service, data).rpartition(b"\r\n\r\n")
+    assert b"HTTP/1.1 %d " % status in head
+    if expected:
+        assert message(body) == f"HTTP: {expected}"
+    assert not re.search(r"bytearray|b'", message(body))
 
 
 def test_a_body_of_100_mb(service):
