@@ -20,6 +20,7 @@ GET, POST = ("GET", "HEAD"), ("POST",)
 PATHS = {"/health": GET, "/ready": GET, "/metrics": GET, "/v1/models": GET, "/v1/completions": POST,
          "/v1/chat/completions": POST}
 ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)  # that a target has before its path where a proxy is spoken to
+REPR = re.compile(r"(.*?): bytearray\(b(['\"])(.*?)(?:\\r\\n)?\2\)")  # what h11's errors have of a client's bytes
 
 
 class Http(Connection):
@@ -110,7 +111,8 @@ class Http(Connection):
             raise Refused("path: ", "not_found", content=path[:100], after=f", expected one of {', '.join(PATHS)}")
         if method not in PATHS[path]:
             expected = f", expected {' or '.join(PATHS[path])} for {path}"
-            self.refuse(Refused("method: ", content=method[:100], after=expected), 405, [("allow", ", ".join(PATHS[path]))])
+            headers = [("allow", ", ".join(PATHS[path]))]
+            self.refuse(Refused("method: ", content=method[:100], after=expected), 405, headers)
         elif path == "/health":
             wrong = self.server.health()
             self._respond(503 if wrong else 200, {"status": wrong or "ok"})
@@ -207,5 +209,7 @@ def _refused(error):
     text = str(error)
     if error.error_status_hint == 431:
         text = f"more than {MAX_HEAD_BYTES} bytes of a head or of a chunk's size"
-    what, _, shown = text.partition(": bytearray(b")
-    return Refused(f"HTTP: {what} " if shown else f"HTTP: {what}", content=json.dumps(shown[1:-2][:100]) if shown else "", after=", expected an HTTP/1.1 request")
+    found = REPR.match(text)
+    if not found:
+        return Refused(f"HTTP: {text}, expected an HTTP/1.1 request")
+    return Refused(f"HTTP: {found[1]} ", content=f'"{found[3][:100]}"', after=", expected an HTTP/1.1 request")

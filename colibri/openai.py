@@ -143,7 +143,8 @@ def _check_keys(where, values, known):
     """Checks that an object has no other fields than those that are known."""
     for name in values:
         if name not in known:
-            raise Refused(f"{where}: ", content=shown(name), after=f": unknown field, expected {' and '.join(known)} alone")
+            raise Refused(f"{where}: ", content=shown(name),
+                          after=f": unknown field, expected {' and '.join(known)} alone")
 
 
 def _prompt(prompt):

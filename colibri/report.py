@@ -108,7 +108,8 @@ class Meter:
             return {"weight_bytes_per_token": touched / self.decoded}
         rate = touched / sum(self.itl)
         return {"weight_bytes_per_token": touched / self.decoded, "weight_gb_per_s": rate / 1e9,
-                "read_gb_per_s": ceiling / 1e9, "fraction_of_read_bandwidth": rate / ceiling if rate <= ceiling else None}
+                "read_gb_per_s": ceiling / 1e9,
+                "fraction_of_read_bandwidth": rate / ceiling if rate <= ceiling else None}
 
 
 def weight_bytes(checkpoint):
@@ -159,8 +160,8 @@ def _rate(figures):
     if "fraction_of_read_bandwidth" not in figures:
         return f"no rate: {counted(figures['itl_ms']['count'], 'step')} decoded, fewer than {MIN_STEPS}"
     if figures["fraction_of_read_bandwidth"] is None:
-        return (f"{figures['weight_gb_per_s']:.1f} GB/s, above the {figures['read_gb_per_s']:.1f} GB/s measured of this "
-                "machine: other processes disturbed that measurement")
+        return (f"{figures['weight_gb_per_s']:.1f} GB/s, above the {figures['read_gb_per_s']:.1f} GB/s measured of "
+                "this machine: other processes disturbed that measurement")
     return (f"{figures['weight_gb_per_s']:.1f} GB/s: {figures['fraction_of_read_bandwidth']:.2f} of this machine's "
             f"{figures['read_gb_per_s']:.1f} GB/s")
 

@@ -40,8 +40,8 @@ ID_NAME = re.compile(rb'"id"\s*:')
 class Refused(ColibriError):
     """A request that cannot be served.
 
-    The message is `before`, content and `after`. code: one of CODES. id: the request's, where it could be read. content:
-    what the client has sent, which may be of a prompt.
+    The message is `before`, content and `after`. code: one of CODES. id: the request's, where it could be read.
+    content: what the client has sent, which may be of a prompt.
     """
 
     def __init__(self, before, code="bad_request", id=None, content="", after=""):
@@ -260,8 +260,8 @@ class Reader:
             return min(MAX_NEW_TOKENS, room)
         if count > room:
             rule = self._engine.context_rule(prompt_tokens + count - 1)
-            raise Refused(f"{name}: ", "too_long", content=shown(count), after=f", expected at most {room} after a prompt "
-                          f"of {counted(prompt_tokens, 'token')} in a context of {rule}")
+            raise Refused(f"{name}: ", "too_long", content=shown(count), after=f", expected at most {room} after a "
+                          f"prompt of {counted(prompt_tokens, 'token')} in a context of {rule}")
         return count
 
     def _stack(self, request, values):

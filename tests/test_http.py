@@ -191,7 +191,8 @@ def message(text):
     ("chat/completions", {"model": MODEL}, "messages: missing, expected a list of messages"),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\ud83d"}]},
      "messages: half a surrogate pair, expected text; send whole characters"),
-    ("chat/completions", {"model": MODEL, "messages": []}, "messages: no message, expected a list of at least one message"),
+    ("chat/completions", {"model": MODEL, "messages": []},
+     "messages: no message, expected a list of at least one message"),
     ("chat/completions", {"model": MODEL, "messages": "hello"},
      'messages: "hello", expected a list of at least one message'),
     ("chat/completions", {"model": MODEL, "messages": ["hello"]},
@@ -254,7 +255,8 @@ def test_what_is_refused_is_not_logged(service):
     for method, path, body in (("GET", "/secret", None), ("POST", "/v1/completions", {"model": "secret"}),
                                ("POST", "/v1/completions", {"model": MODEL, "secret": 1}),
                                ("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "suffix": "secret"}),
-                               ("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "secret"}]})):
+                               ("POST", "/v1/chat/completions", {"model": MODEL, "messages": [
+                                   {"role": "secret", "content": "x"}]})):
         status, _, text = ask(service, method, path, body)
         assert status in (400, 404) and "secret" in message(text)
     assert b"secret" in raw(service, b"GET /secret[ HTTP/1.1\r\nHost: x\r\nsecret\r\n\r\n").lower()
@@ -398,7 +400,7 @@ def test_what_is_no_http(service, data):
 
 
 @pytest.mark.parametrize("data, status, expected", [
-    (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", 431,
+    (b"GET /" + b"x" * 20_000, 431,
      "more than 16384 bytes of a head or of a chunk's size, expected an HTTP/1.1 request"),
     (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400,
      'illegal chunk header "zz", expected an HTTP/1.1 request'),

@@ -98,7 +98,8 @@ def test_without_the_package(words, tmp_path):
         "tokenizers: not installed, expected it for the text of this model; run pip install tokenizers (the extra "
         "`text`); a text run with --prompt-ids does without"))
     script = ("import sys\nfrom colibri import doctor, run\nversion = doctor.importlib.metadata.version\n"
-              "def fail(name):\n    if name == 'tokenizers':\n        raise doctor.importlib.metadata.PackageNotFoundError\n"
+              "def fail(name):\n    if name == 'tokenizers':\n"
+              "        raise doctor.importlib.metadata.PackageNotFoundError\n"
               "    return version(name)\ndoctor.importlib.metadata.version = fail\nsys.exit(run.command())")
     for options, status, word in ((("--model", words), 2, "needed"), ((), 0, "optional")):
         ended = subprocess.run([sys.executable, "-c", script, "--doctor", *options], cwd=tmp_path, capture_output=True,
@@ -249,7 +250,7 @@ def test_a_text_that_cannot_fit_is_not_encoded(reader, monkeypatch):
     most = context * LONGEST
     assert reader.max_text_bytes == most and reader.max_bytes == OTHER_BYTES + ESCAPED * most
     encoded = []
-    monkeypatch.setattr(reader.codec(), "encode", lambda data: encoded.append(len(data)) or [1])
+    monkeypatch.setattr(reader.codec(), "encode", lambda data, *more: encoded.append(len(data)) or [1])
     for text, good in (("x" * most, True), ("x" * (most + 1), False), ("\u20ac" * (most // 3), True),
                        ("\u20ac" * (most // 3 + 1), False), ("x" * 1_800_000, False)):
         request = reader.request({"id": 4, "prompt": text})
@@ -265,7 +266,7 @@ def test_a_text_that_cannot_fit_is_not_encoded(reader, monkeypatch):
 
 def test_a_text_of_far_too_many_tokens_is_not_encoded_whole(reader, monkeypatch):
     context, encode, sizes = reader._engine.context, reader.codec().encode, []
-    monkeypatch.setattr(reader.codec(), "encode", lambda data: sizes.append(len(data)) or encode(data))
+    monkeypatch.setattr(reader.codec(), "encode", lambda data, *more: sizes.append(len(data)) or encode(data))
     for text, got, lengths in (("w1 " * context, context, [3 * context]),
                                ("w1" + 30 * " " * context, 1, [16 * context, 30 * context + 2]),
                                ("w1 " * (context + 1), f"{context + 1} tokens", [3 * context + 3]),

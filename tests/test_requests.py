@@ -60,7 +60,8 @@ BAD = [
     (b'{"id": 1, "prompt_ids": [3, 5, [1]]}', "prompt_ids[2]: a list, expected an integer"),
     (b'{"id": 1, "prompt_ids": [1, 256]}', "prompt_ids[1]: 256, expected 0 to 255"),
     (b'{"id": 1, "prompt_ids": [-1]}', "prompt_ids[0]: -1, expected 0 to 255"),
-    (b'{"id": 1, "prompt_ids": [' + b"1" * 400 + b"]}", "prompt_ids[0]: a number of more than 64 bits, expected 0 to 255"),
+    (b'{"id": 1, "prompt_ids": [' + b"1" * 400 + b"]}",
+     "prompt_ids[0]: a number of more than 64 bits, expected 0 to 255"),
     (b'"output": "y.npy"', "output: given, expected only with input; leave it out"),
     (b'"max_new_tokens": 0', "max_new_tokens: 0, expected an integer, 1 or more"),
     (b'"max_new_tokens": -5', "max_new_tokens: -5, expected an integer, 1 or more"),
@@ -137,8 +138,10 @@ def test_catalogue(reader, line, message):
 
 
 @pytest.mark.parametrize("line, identity", [
-    (b'{"id":1,"prompt":"a","prompt":"b"}', 1), (b'{"id": "a", "temperature": NaN}', "a"), (b'{"id": 7, "prompt": \xff', 7),
-    (b'{"id": 2, "seed": ' + b"9" * 5000 + b"}", 2), (b'{"id": 3, "x": ' + b"[" * 10_000, 3), (b'{"id": 4, "prompt": "x"', 4),
+    (b'{"id":1,"prompt":"a","prompt":"b"}', 1), (b'{"id": "a", "temperature": NaN}', "a"),
+    (b'{"id": 7, "prompt": \xff', 7),
+    (b'{"id": 2, "seed": ' + b"9" * 5000 + b"}", 2),
+    (b'{"id": 3, "x": ' + b"[" * 10_000, 3), (b'{"id": 4, "prompt": "x"', 4),
     (b'{"id": 1, "id": 2, "prompt": "x"}', None), (b'{"id": 1, "prompt": "x", "id": 2}', None),
     (b'{"prompt": NaN, "id": 1}', None)])
 def test_a_bad_line_has_the_id_that_it_begins_with(line, identity):

@@ -690,8 +690,8 @@ def test_logs(moe_32):
     ({"prompt_ids": [7, 4711]}, "prompt_ids[1]: ..., expected 0 to 255"),
     ({"prompt": "my secret", "max_new_tokens": "my secret"}, "max_new_tokens: ..., expected an integer, 1 or more"),
     ({"prompt": "x", "my secret": 1}, (
-        "...: unknown field, expected one of id, prompt, prompt_ids, input, output, max_new_tokens, temperature, top_k, "
-        "top_p, seed, stream, deadline_ms, add_special_tokens")),
+        "...: unknown field, expected one of id, prompt, prompt_ids, input, output, max_new_tokens, temperature, "
+        "top_k, top_p, seed, stream, deadline_ms, add_special_tokens")),
     ({"prompt": "x", "top_p": "e"}, "top_p: ..., expected a number"),
     ({"prompt": "x", "temperature": 1, "top_p": 4711}, "top_p: ..., expected more than 0 and at most 1"),
     ({"prompt": "x", "top_k": -1}, "top_k: ..., expected 0 (all) to 2^31 - 1"),
