@@ -22,6 +22,7 @@ class Connection(asyncio.Protocol):
     running: {id: Request}
     is_reading: a message is read on another thread; what follows it waits
     active: when something arrived or was sent
+    arrived: when the message that is read had arrived
     """
 
     kind = None         # of IDLE_SECONDS
@@ -35,7 +36,7 @@ class Connection(asyncio.Protocol):
         self.is_sated = False   # ... nor here, where as many wait to be handled
         self.is_closing = self._is_dropped = self.is_reading = False
         self.is_spare = False   # has one of the spare places
-        self.active = time.monotonic()
+        self.active = self.arrived = self._arrived = time.monotonic()  # _arrived: when the last of the input did
         self._input, self._output = bytearray(), []
         self._waiting, self._moved = 0, time.monotonic()  # bytes for the client at the last check; when anything moved
 
@@ -62,7 +63,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data):
         self._input += data
-        self._moved = self.active = time.monotonic()
+        self._moved = self.active = self._arrived = time.monotonic()
         self.server.touched(self)
         self.pump()
 
@@ -125,6 +126,7 @@ class Connection(asyncio.Protocol):
 
     def read(self, data):
         """Handles a message, a large one when another thread has read it."""
+        self.arrived = self._arrived
         if len(data) > LARGE:
             self.is_reading = True
             self.server.run(lambda: self.understand(data), len(data), self._was_read)
@@ -255,7 +257,7 @@ class Lines(Connection):
         """Returns a Request, or the id of one that is cancelled."""
         values = self.server.reader.parse(data)
         identity = cancelled_id(values)
-        return self.server.reader.request(values) if identity is None else identity
+        return self.server.reader.request(values, self.arrived) if identity is None else identity
 
     def take(self, made):
         if not isinstance(made, Request):
@@ -263,7 +265,8 @@ class Lines(Connection):
                 self.server.cancel(self.running[made])
             return
         if made.id in self.running:
-            raise Refused(f"id: {json.dumps(made.id)} is running, expected another; wait for its end", id=made.id)
+            raise Refused("id: ", id=made.id, content=json.dumps(made.id),
+                          after=" is running, expected another; wait for its end")
         made.owner = self
         self.server.submit(made)
         self.running[made.id] = made

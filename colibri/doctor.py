@@ -1,6 +1,7 @@
 """python -m colibri.run --doctor: what this machine has and lacks, a line each: ok, or what to do about it.
 
-What a run on the host cannot do without is "needed", everything else "optional".
+What a run on the host cannot do without is "needed", everything else "optional". With --model, so is the
+package tokenizers where that model has a tokenizer.json.
 """
 
 import glob
@@ -30,12 +31,15 @@ def report(path=None):
     path: of the model that they are about, in place of those in the current folder. Raises ColibriError where that is
     no model.
     """
-    models = sorted(glob.glob("*.bin")) if path is None else [Checkpoint(path).path]
+    named = None if path is None else Checkpoint(path)
+    models = sorted(glob.glob("*.bin")) if path is None else [named.path]
+    of_text = "needed" if named and named.tokenizer else "optional"
     tools = "optional" if "COLIBRI_LIBRARY" in os.environ else "needed"
     checks = [("host", host, "needed"), ("host memory", host_memory, "needed"), ("gcc and make", host_tools, tools),
               ("GPU driver", gpu_driver, "optional"), ("GPU", gpu, "optional"), ("GPU memory", gpu_memory, "optional"),
               ("nvcc", nvcc, "optional"),
-              *((name, lambda name=name: extra(name), "optional") for name in EXTRAS)]
+              *((name, lambda name=name: extra(name), of_text if name == "tokenizers" else "optional")
+                for name in EXTRAS)]
     lines = [(label, attempt(check, need)) for label, check, need in checks]
     used = set()
     lines += model_lines(models, used)

@@ -16,9 +16,11 @@ except ImportError:
     raise ColibriError("h11: not installed, expected it for --http; run pip install h11 (the extra `serve`)") from None
 
 MAX_HEAD_BYTES = 16 << 10
-PATHS = {"/health": "GET", "/ready": "GET", "/metrics": "GET", "/v1/models": "GET",
-         "/v1/completions": "POST", "/v1/chat/completions": "POST"}
+GET, POST = ("GET", "HEAD"), ("POST",)
+PATHS = {"/health": GET, "/ready": GET, "/metrics": GET, "/v1/models": GET, "/v1/completions": POST,
+         "/v1/chat/completions": POST}
 ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)  # that a target has before its path where a proxy is spoken to
+REPR = re.compile(r"(.*?): bytearray\(b(['\"])(.*?)(?:\\r\\n)?\2\)")  # what h11's errors have of a client's bytes
 
 
 class Http(Connection):
@@ -48,10 +50,10 @@ class Http(Connection):
                     self._input.clear()
                     self._h11.receive_data(data)
                 else:
+                    self._check_is_http()
                     break
             except h11.RemoteProtocolError as error:
-                refused = Refused(f"HTTP: {error}, expected an HTTP/1.1 request", content=str(error))
-                self.refuse(refused, error.error_status_hint)
+                self.refuse(_refused(error), error.error_status_hint)
             except Refused as error:
                 self.refuse(error)
         self.is_sated = len(self._input) > self.server.reader.max_bytes  # of further requests, while one runs
@@ -76,6 +78,7 @@ class Http(Connection):
     def _event(self, event):
         if isinstance(event, h11.Request):
             self._head = event
+            self._check_length(dict(event.headers))
             if self._h11.they_are_waiting_for_100_continue:
                 self.write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])))
         elif isinstance(event, h11.Data):
@@ -89,12 +92,27 @@ class Http(Connection):
             path = ORIGIN.sub(b"", self._head.target).partition(b"?")[0].decode("ascii", "replace")
             self._handle(self._head.method.decode(), path, body)
 
+    def _check_is_http(self):
+        """Refuses a JSON line at once: no head begins so, and its end would not come."""
+        if self._h11.their_state is h11.IDLE and self._h11.trailing_data[0][:1] == b"{":
+            raise Refused("HTTP: a JSON object, expected an HTTP/1.1 request; lines are spoken at --serve")
+
+    def _check_length(self, headers):
+        """Refuses a body of two lengths, of which a proxy may see the other, and one that need not come at all."""
+        length = headers.get(b"content-length")
+        if length is not None and b"transfer-encoding" in headers:
+            raise Refused("HTTP: Content-Length and Transfer-Encoding, expected one of them; leave one out")
+        if length is not None and int(length) > self.server.reader.max_bytes \
+                and self._h11.they_are_waiting_for_100_continue:
+            raise self.server.reader.too_long(b"", "body")
+
     def _handle(self, method, path, body):
         if path not in PATHS:
-            raise Refused(f"path: {path[:100]}, expected one of {', '.join(PATHS)}", "not_found")
-        if method != PATHS[path]:
-            self._respond(405, error_body(Refused(f"method: {method}, expected {PATHS[path]} for {path}")),
-                          headers=[("allow", PATHS[path])])
+            raise Refused("path: ", "not_found", content=path[:100], after=f", expected one of {', '.join(PATHS)}")
+        if method not in PATHS[path]:
+            expected = f", expected {' or '.join(PATHS[path])} for {path}"
+            headers = [("allow", ", ".join(PATHS[path]))]
+            self.refuse(Refused("method: ", content=method[:100], after=expected), 405, headers)
         elif path == "/health":
             wrong = self.server.health()
             self._respond(503 if wrong else 200, {"status": wrong or "ok"})
@@ -105,7 +123,7 @@ class Http(Connection):
             self._task = self.server.loop.create_task(self._metrics())
         elif path == "/v1/models":
             self._respond(200, models(self.server.name))
-        elif self.is_spare:
+        elif self.is_spare and not self.server.settle(self):
             raise self.too_many()
         else:
             self._path = path
@@ -117,7 +135,7 @@ class Http(Connection):
 
     def understand(self, data):
         """Returns an Answer, which has its request."""
-        return Answer(self._path, self.server, self.server.reader.parse(data, "body"))
+        return Answer(self._path, self.server, self.server.reader.parse(data, "body"), self.arrived)
 
     def take(self, made):
         request = made.request
@@ -150,14 +168,14 @@ class Http(Connection):
             del self.running[request.id]
             self._end()
 
-    def refuse(self, error, status=None):
+    def refuse(self, error, status=None, headers=()):
         self.server.refused(error)
-        self._error(error, status)
+        self._error(error, status, headers)
 
-    def _error(self, error, status=None):
+    def _error(self, error, status=None, headers=()):
         """Answers with an error; a request that was not read whole is the connection's last."""
         status = status or CODES[error.code]
-        headers = [("retry-after", "1")] if error.code == "queue_full" else []
+        headers = [("retry-after", "1")] if error.code == "queue_full" else headers
         self._respond(status, error_body(error), headers=headers)
 
     def _respond(self, status, content, kind="application/json", headers=()):
@@ -172,9 +190,7 @@ class Http(Connection):
             self.close()
 
     def _connection_header(self):
-        names = [name for name, _ in self._head.headers] if self._head else ()
-        is_ambiguous = b"content-length" in names and b"transfer-encoding" in names  # a proxy may see another end of it
-        must_close = self.server.is_draining or self.is_spare or is_ambiguous or self._h11.their_state is not h11.DONE
+        must_close = self.server.is_draining or self.is_spare or self._h11.their_state is not h11.DONE
         return [("connection", "close")] if must_close else []
 
     def _end(self):
@@ -186,3 +202,14 @@ class Http(Connection):
             self.flush()
         else:
             self.close()
+
+
+def _refused(error):
+    """Returns a Refused of what h11 says of bytes that are no HTTP: in its words, but as text, and with the limit."""
+    text = str(error)
+    if error.error_status_hint == 431:
+        text = f"more than {MAX_HEAD_BYTES} bytes of a head or of a chunk's size"
+    found = REPR.match(text)
+    if not found:
+        return Refused(f"HTTP: {text}, expected an HTTP/1.1 request")
+    return Refused(f"HTTP: {found[1]} ", content=f'"{found[3][:100]}"', after=", expected an HTTP/1.1 request")

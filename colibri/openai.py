@@ -4,7 +4,7 @@ import itertools
 import json
 import time
 
-from colibri.requests import CODES, Refused
+from colibri.requests import CODES, Refused, shown, wrong
 
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
 COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stream": "stream",
@@ -22,14 +22,14 @@ class Answer:
 
     numbers = itertools.count(1)
 
-    def __init__(self, path, server, body):
+    def __init__(self, path, server, body, arrived):
         _check_model(body, server.name)
         self._is_chat = path == "/v1/chat/completions"
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{next(self.numbers)}"
         self._path, self._server, self._with_usage, self.has_begun = path, server, False, False
         self._created = int(time.time())
         labels = {new: old for old, new in RENAMED[path].items()} | dict.fromkeys(("prompt", "prompt_ids"), INPUT[path])
-        self.request = server.reader.request(self._values(body), labels)
+        self.request = server.reader.request(self._values(body), arrived, labels)
         self._fields = {"id": self.id, "object": "text_completion", "created": self._created, "model": server.name}
         if self._is_chat:
             self._fields["object"] = "chat.completion.chunk" if self.request.stream else "chat.completion"
@@ -42,7 +42,7 @@ class Answer:
         known = ("model", source, "stream_options", "user", *renamed, *NEUTRAL)
         for name, value in body.items():
             if name not in known:
-                raise Refused(f"{json.dumps(name)[:100]}: unsupported field, expected one of "
+                raise Refused("", content=shown(name), after=": unsupported field, expected one of "
                               f"{', '.join(('model', source, 'stream_options', *renamed))}")
             if value is None or name in ("model", "user"):
                 continue
@@ -116,24 +116,35 @@ def _check_model(body, name):
     model = body.get("model")
     if model != name:
         got = "missing" if "model" not in body else json.dumps(model)[:100]
-        raise Refused(f"model: {got}, expected {name}", "not_found" if model else "bad_request")
+        raise Refused("model: ", "not_found" if model else "bad_request", content=got, after=f", expected {name}")
 
 
 def _check_neutral(name, value):
     if not any(type(value) in (type(good), float) and value == good for good in NEUTRAL[name]):
         got, neutral = json.dumps(value)[:60], NEUTRAL[name][0]
-        raise Refused(f"{name}: {got}, not supported, expected {json.dumps(neutral) if neutral else 'none'}; leave it "
-                      "out", content=got)
+        raise Refused(f"{name}: ", content=got, after=", not supported, expected "
+                      f"{json.dumps(neutral) if neutral else 'none'}; leave it out")
 
 
 def _include_usage(body):
     options = body["stream_options"]
-    if not isinstance(options, dict) or set(options) - {"include_usage"} or not body.get("stream"):
-        raise Refused("stream_options: expected {\"include_usage\": true} and \"stream\": true")
+    if not isinstance(options, dict):
+        raise wrong("stream_options", options, "an object such as {\"include_usage\": true}")
+    _check_keys("stream_options", options, ("include_usage",))
     value = options.get("include_usage", False)
     if type(value) is not bool:
-        raise Refused("stream_options.include_usage: expected true or false")
+        raise wrong("stream_options.include_usage", value, "true or false")
+    if not body.get("stream"):
+        raise Refused("stream_options: given, expected only with \"stream\": true; leave it out")
     return value
+
+
+def _check_keys(where, values, known):
+    """Checks that an object has no other fields than those that are known."""
+    for name in values:
+        if name not in known:
+            raise Refused(f"{where}: ", content=shown(name),
+                          after=f": unknown field, expected {' and '.join(known)} alone")
 
 
 def _prompt(prompt):
@@ -148,28 +159,35 @@ def _prompt(prompt):
 def transcript(messages):
     """Returns the messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
     if not isinstance(messages, list) or not messages:
-        raise Refused("messages: expected a list of at least one message")
+        got = "no message" if messages == [] else shown(messages)
+        raise Refused("messages: ", content=got, after=", expected a list of at least one message")
     lines = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if not isinstance(message, dict) or set(message) - {"role", "content"}:
-            raise Refused(f"{where}: expected an object with role and content alone")
-        if message.get("role") not in ROLES:
-            got = json.dumps(message.get("role"))[:60]
-            raise Refused(f"{where}.role: {got}, expected one of {', '.join(ROLES)}", content=got)
-        lines.append(f"{message['role']}: {_content(message.get('content'), where)}\n")
+        if not isinstance(message, dict):
+            raise wrong(where, message, "an object with role and content alone")
+        _check_keys(where, message, ("role", "content"))
+        for name, expected in (("role", f"one of {', '.join(ROLES)}"), ("content", "a string, or a list of parts")):
+            if name not in message:
+                raise Refused(f"{where}.{name}: missing, expected {expected}")
+        if message["role"] not in ROLES:
+            raise wrong(f"{where}.role", message["role"], f"one of {', '.join(ROLES)}")
+        lines.append(f"{message['role']}: {_content(message['content'], f'{where}.content')}\n")
     return "".join(lines) + "assistant:"
 
 
 def _content(content, where):
     """Returns text, of which content may be a list of parts."""
-    if isinstance(content, list) and all(
-            isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-            and isinstance(part["text"], str) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise Refused(f"{where}.content: expected a string, or a list of {{\"type\": \"text\", \"text\": ...}}")
-    return content
+    part = "{\"type\": \"text\", \"text\": ...}"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, content, f"a string, or a list of {part}")
+    for index, value in enumerate(content):
+        is_text = isinstance(value, dict) and value.keys() == {"type", "text"} and value["type"] == "text"
+        if not is_text or not isinstance(value["text"], str):
+            raise wrong(f"{where}[{index}]", value, f"{part}, a string and nothing else")
+    return "".join(value["text"] for value in content)
 
 
 def models(name):

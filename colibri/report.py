@@ -108,7 +108,8 @@ class Meter:
             return {"weight_bytes_per_token": touched / self.decoded}
         rate = touched / sum(self.itl)
         return {"weight_bytes_per_token": touched / self.decoded, "weight_gb_per_s": rate / 1e9,
-                "read_gb_per_s": ceiling / 1e9, "fraction_of_read_bandwidth": rate / ceiling}
+                "read_gb_per_s": ceiling / 1e9,
+                "fraction_of_read_bandwidth": rate / ceiling if rate <= ceiling else None}
 
 
 def _context(engine):
@@ -155,7 +156,8 @@ def table(figures):
     lines.append(("routing", f"tokens per expert: {spread}"))
     if "device" in figures:
         lines += _device_lines(figures["device"])
-    text = [textwrap.fill(value, COLUMNS, initial_indent=f"{label:<12}", subsequent_indent=" " * 12,
+    text = [f"{label:<12}{value}" if label == "library" else  # a path, in one piece whatever its name
+            textwrap.fill(value, COLUMNS, initial_indent=f"{label:<12}", subsequent_indent=" " * 12,
                           break_long_words=False, break_on_hyphens=False) for label, value in lines]
     return "\n".join([*text, f"P99 latency: {figures['p99_latency_ms']:.3f} ms {figures['p99_latency_is']}"])
 
@@ -165,6 +167,9 @@ def _rate(figures):
         return "no rate: too little memory to measure this machine's"
     if "fraction_of_read_bandwidth" not in figures:
         return f"no rate: {counted(figures['itl_ms']['count'], 'step')} decoded, fewer than {MIN_STEPS}"
+    if figures["fraction_of_read_bandwidth"] is None:
+        return (f"{figures['weight_gb_per_s']:.1f} GB/s, above the {figures['read_gb_per_s']:.1f} GB/s measured of "
+                "this machine: other processes disturbed that measurement")
     return (f"{figures['weight_gb_per_s']:.1f} GB/s: {figures['fraction_of_read_bandwidth']:.2f} of this machine's "
             f"{figures['read_gb_per_s']:.1f} GB/s")
 

@@ -34,22 +34,24 @@ CODES = {  # of errors, with the HTTP status that says the same
 
 
 LEADING_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*(-?[0-9]{1,19}|"(?:[^"\\]|\\.){0,128}")\s*,', re.DOTALL)
+ID_NAME = re.compile(rb'"id"\s*:')
 
 
 class Refused(ColibriError):
     """A request that cannot be served.
 
-    code: one of CODES. id: the request's, where it could be read. content: the part of the message that the client has
-    sent, which may be of a prompt.
+    The message is `before`, content and `after`. code: one of CODES. id: the request's, where it could be read.
+    content: what the client has sent, which may be of a prompt.
     """
 
-    def __init__(self, message, code="bad_request", id=None, content=""):
-        super().__init__(message)
-        self.code, self.id, self._content = code, id, content
+    def __init__(self, before, code="bad_request", id=None, content="", after=""):
+        super().__init__(before + content + after)
+        self.code, self.id, self._parts = code, id, (before, content, after)
 
     def without_content(self):
         """Returns the message without what the client has sent."""
-        return str(self).replace(self._content, "...") if self._content else str(self)
+        before, content, after = self._parts
+        return before + ("..." if content else "") + after
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +124,8 @@ class Reader:
             self._codec = codec(self._checkpoint, False)
             self._codec.most = engine.context
         except ColibriError as error:
+            if self._checkpoint.tokenizer:  # the model has text: known at the start, not when somebody sends some
+                raise
             self._no_codec = str(error)
         digits = len(str(self._checkpoint.header["vocab_size"]))
         self.max_text_bytes = engine.context * (self._codec.longest if self._codec else 0)
@@ -141,32 +145,32 @@ class Reader:
             raise self.too_long(data, where, most)
         if len(data) > self.max_bare_bytes and _has_bare(data, self.max_bare_bytes):
             raise Refused(f"{where}: more than {self.max_bare_bytes} bytes outside of strings, expected fewer; no list "
-                          "of token numbers that fits the context is as long", "too_long", leading_id(data))
+                          "of token numbers that fits the context is as long", "too_long", leading_id(data, where))
         return parse(data, where)
 
     def too_long(self, data, where, most=None):
         """Returns a Refused for data that is, or begins, a line of more bytes than `most`, or than max_bytes."""
         return Refused(f"{where}: more than {most or self.max_bytes} bytes, expected fewer; no prompt that fits the "
-                       "context is as long", "too_long", leading_id(data))
+                       "context is as long", "too_long", leading_id(data, where))
 
-    def request(self, values, labels=None):
+    def request(self, values, arrived=None, labels=None):
         """Returns a Request of a dict of FIELDS, with all that takes time left to its encode().
 
+        arrived: when its message had, of time.monotonic(); now unless it is given
         labels: {field: the name that the client knows it by}, for errors
         """
         label = {**dict(zip(FIELDS, FIELDS)), **(labels or {})}
-        identity = values.get("id")
-        _check_id(identity)
+        identity = _checked_id(values)
         with _refusing(identity):
-            return self._request(values, label)
+            return self._request(values, time.monotonic() if arrived is None else arrived, label)
 
-    def _request(self, values, label):
+    def _request(self, values, arrived, label):
         _check_names(values, FIELDS)
         given = [name for name in INPUTS if name in values]
         if len(given) != 1:
             got = "missing" if not given else f"given with {given[1]}"
             raise Refused(f"{given[0] if given else 'prompt'}: {got}, expected exactly one of {', '.join(INPUTS)}")
-        request = Request(values["id"], stream=_boolean(values, "stream", label))
+        request = Request(values["id"], stream=_boolean(values, "stream", label), arrived=arrived)
         if "deadline_ms" in values:
             request.deadline = request.arrived + 1e-3 * _integer(values, "deadline_ms", 1, MAX_DEADLINE_MS, label)
         self._check_model(given[0], label)
@@ -196,7 +200,7 @@ class Reader:
         kind, expected, convert = ((str, "a string", text) if name == "prompt" else
                                    (list, "a list of integers", self._numbers))
         if not isinstance(prompt, kind):
-            raise _wrong(label[name], prompt, expected)
+            raise wrong(label[name], prompt, expected)
         request.used, request.size = self.codec() if name == "prompt" else None, len(prompt)
         request.encode = functools.partial(self._encode, request.id, convert, prompt, label[name],
                                            label["max_new_tokens"], count)
@@ -229,8 +233,8 @@ class Reader:
         except Refused:
             raise
         except ColibriError as error:
-            got = str(error).partition(": ")[2].rpartition(", expected ")[0]
-            raise Refused(str(error), content=got) from None
+            got, expected, rule = str(error).removeprefix(f"{name}: ").rpartition(", expected ")
+            raise Refused(f"{name}: ", content=got, after=expected + rule) from None
 
     def _check_start(self, text, name):
         """Refuses a text of which a part is too many tokens by far, whatever follows: the whole may take seconds."""
@@ -242,12 +246,12 @@ class Reader:
 
     def _numbers(self, numbers, name):
         if len(numbers) <= self._engine.context:  # else their number alone is wrong enough
-            if not all(type(token) is int for token in numbers):
-                raise _wrong(name, numbers, "a list of integers")
             vocab_size = self._checkpoint.header["vocab_size"]
-            wrong = next((token for token in numbers if not 0 <= token < vocab_size), None)
-            if wrong is not None:
-                raise _wrong(name, wrong, f"0 to {vocab_size - 1}")
+            for index, token in enumerate(numbers):
+                if type(token) is not int:
+                    raise wrong(f"{name}[{index}]", token, "an integer")
+                if not 0 <= token < vocab_size:
+                    raise wrong(f"{name}[{index}]", token, f"0 to {vocab_size - 1}")
         return numbers, "token"
 
     def _count(self, prompt_tokens, count, name):
@@ -256,8 +260,8 @@ class Reader:
             return min(MAX_NEW_TOKENS, room)
         if count > room:
             rule = self._engine.context_rule(prompt_tokens + count - 1)
-            raise Refused(f"{name}: {_shown(count)}, expected at most {room} after a prompt of "
-                          f"{counted(prompt_tokens, 'token')} in a context of {rule}", "too_long")
+            raise Refused(f"{name}: ", "too_long", content=shown(count), after=f", expected at most {room} after a "
+                          f"prompt of {counted(prompt_tokens, 'token')} in a context of {rule}")
         return count
 
     def _stack(self, request, values):
@@ -269,35 +273,49 @@ class Reader:
             if name not in values:
                 raise Refused(f"{name}: missing, expected the name of an .npy file")
             if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME or not value.isprintable():
-                raise _wrong(name, value, "the name of an .npy file")
-        if os.path.realpath(values["input"]) == os.path.realpath(values["output"]):
-            raise Refused(f"output: {values['output']}, expected another file than input; choose another name")
+                raise wrong(name, value, "the name of an .npy file")
+        name, output = values["input"], values["output"]
+        if os.path.realpath(name) == os.path.realpath(output):
+            raise Refused("output: ", content=output, after=", expected another file than input; choose another name")
         try:
-            check_replaceable(values["output"], f"output: {values['output']}")
+            with _naming(output, "output: "):
+                check_replaceable(output, f"output: {output}")
+            os.close(os.open(os.path.dirname(output) or ".", os.O_PATH | os.O_DIRECTORY))  # the folder is there
         except OSError as error:
-            raise Refused(f"output: {values['output']}, {error.strerror}, expected a file's name") from None
-        request.rows = Rows(values["input"], values["output"], self._checkpoint)
+            raise Refused("output: ", content=output, after=f", {error.strerror}, expected a file's name") from None
+        with _naming(name):
+            request.rows = Rows(name, output, self._checkpoint)
         return request
 
 
 def parse(data, where="line"):
-    """Returns the JSON object in bytes, as a dict. where: what they are, for errors."""
+    """Returns the JSON object in bytes, as a dict. where: what they are, for errors, which have the id that it begins
+    with.
+    """
+    try:
+        return _parse(data, where)
+    except Refused as error:
+        error.id = leading_id(data, where) if len(ID_NAME.findall(data)) == 1 else None
+        raise
+
+
+def _parse(data, where):
     def constant(name):
-        raise Refused(f"{where}: {name}, expected numbers that JSON has; leave it out")
+        raise Refused(f"{where}: ", content=name, after=", expected numbers that JSON has; leave it out")
 
     def pairs(pairs):
         values = dict(pairs)
         if len(values) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise Refused(f"{where}: {_shown(twice)} twice, expected each field once; leave one out")
+            raise Refused(f"{where}: ", content=shown(twice), after=" twice, expected each field once; leave one out")
         return values
 
     try:
         values = json.loads(data.decode(), parse_constant=constant, object_pairs_hook=pairs)
     except UnicodeDecodeError as error:
-        got = f"byte 0x{data[error.start]:02x} at {error.start}"
-        raise Refused(f"{where}: {got}, expected UTF-8; encode it so") from None
+        raise Refused(f"{where}: byte ", content=f"0x{data[error.start]:02x}",
+                      after=f" at {error.start}, expected UTF-8; encode it so") from None
     except json.JSONDecodeError as error:
         raise Refused(f"{where}: not JSON from character {error.pos} on, expected one JSON object") from None
     except RecursionError:
@@ -305,13 +323,13 @@ def parse(data, where="line"):
     except ValueError:  # of an integer with thousands of digits
         raise Refused(f"{where}: a number too long to read, expected fewer digits") from None
     if not isinstance(values, dict):
-        raise _wrong(where, values, "a JSON object")
+        raise wrong(where, values, "a JSON object")
     return values
 
 
-def leading_id(data):
-    """Returns the id with which the bytes of a JSON object begin, or None."""
-    found = LEADING_ID.match(data[:1000])
+def leading_id(data, where="line"):
+    """Returns the id with which the bytes of a line begin, or None, also where they are no line."""
+    found = LEADING_ID.match(data[:1000]) if where == "line" else None
     with contextlib.suppress(ValueError):  # of an escape that is none
         return json.loads(found[1]) if found else None
 
@@ -348,34 +366,53 @@ def _refusing(identity):
         raise Refused(str(error), id=identity) from None
 
 
+@contextlib.contextmanager
+def _naming(value, before=""):
+    """Makes an error whose text begins with `before` and a client's value a Refused that keeps the two apart."""
+    try:
+        yield
+    except ColibriError as error:
+        raise apart(error, value, before) from None
+
+
+def apart(error, value, before="", *more):
+    """Returns a Refused of an error whose text may begin with `before` and a client's value. more: as of Refused"""
+    text = str(error)
+    if not text.startswith(before + value):
+        return Refused(text, *more)
+    return Refused(before, *more, content=value, after=text[len(before + value):])
+
+
 def cancelled_id(values):
     """Returns the id in {"cancel": id}, or None where it is a request."""
     if "cancel" not in values:
         return None
     _check_names(values, ("cancel",))
-    _check_id(values["cancel"], "cancel")
-    return values["cancel"]
+    return _checked_id(values, "cancel")
 
 
 def _check_names(values, known):
     for name in values:
         if name not in known:
-            raise Refused(f"{_shown(name)}: unknown field, expected one of {', '.join(known)}")
+            raise Refused("", content=shown(name), after=f": unknown field, expected one of {', '.join(known)}")
 
 
-def _check_id(value, name="id"):
+def _checked_id(values, name="id"):
+    """Returns a request's id, or that in another field."""
+    value = values.get(name)
     good = isinstance(value, str) and len(value) <= MAX_ID or type(value) is int and abs(value) < 1 << 63
     rule = f"a string of at most {MAX_ID} characters or an integer of 64 bits"
-    if value is None:
+    if name not in values:
         raise Refused(f"{name}: missing, expected {rule}")
     if not good:
-        raise _wrong(name, value, rule)
+        raise wrong(name, value, rule)
+    return value
 
 
 def _boolean(values, name, label, default=False):
     value = values.get(name, default)
     if type(value) is not bool:
-        raise _wrong(label[name], value, "true or false")
+        raise wrong(label[name], value, "true or false")
     return value
 
 
@@ -383,7 +420,7 @@ def _integer(values, name, low, high, label):
     value = values[name]
     limit = f"{low} to {high}" if high else f"{low} or more"
     if type(value) is not int or value < low or (high and value > high):
-        raise _wrong(label[name], value, f"an integer, {limit}")
+        raise wrong(label[name], value, f"an integer, {limit}")
     return value
 
 
@@ -393,21 +430,22 @@ def _sampler(values, label):
     for name, default in GREEDY._asdict().items():
         value = fields[name] = values.get(name, default)
         if type(value) not in (int, float):
-            raise _wrong(label[name], value, "a number")
+            raise wrong(label[name], value, "a number")
     try:
         return check_sampler(Sampler(**fields))
     except ColibriError as error:
         name, expected = str(error).partition(": ")[0], str(error).rpartition(", expected ")[2]
-        raise _wrong(label[name], fields[name], expected) from None
+        if name == "top_p" and 0 < fields[name] < 1:
+            expected = "at least 1e-45, which is more than 0 as a float32, and at most 1"
+        raise wrong(label[name], fields[name], expected) from None
 
 
-def _wrong(where, value, expected):
+def wrong(where, value, expected):
     """Returns a Refused for a value of the client's."""
-    shown = _shown(value)
-    return Refused(f"{where}: {shown}, expected {expected}", content=shown)
+    return Refused(f"{where}: ", content=shown(value), after=f", expected {expected}")
 
 
-def _shown(value):
+def shown(value):
     """Returns a value for an error: short, on one line, in ASCII."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"

@@ -11,7 +11,7 @@ import time
 import traceback
 
 from colibri.errors import ColibriError
-from colibri.requests import Refused, Request
+from colibri.requests import Refused, Request, apart
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
 PREFILL_CHUNK = {"host": 4, "cuda": 256}  # tokens, by backend: the host's takes half as long as a step of 8 requests
@@ -227,7 +227,7 @@ class Scheduler:
                 else:
                     request.rows.begin()
             except ColibriError as error:
-                self._finish(request, error=Refused(str(error), "bad_request", request.id))
+                self._finish(request, error=_refused(error, "bad_request", request))
                 continue
             self._prefilling.append(request)
 
@@ -304,7 +304,7 @@ class Scheduler:
             self._finish(request, "stop")
         except (ColibriError, MemoryError) as error:
             self.engine.memory.sync()
-            self._finish(request, error=Refused(_reason(error), code, request.id))
+            self._finish(request, error=_refused(error, code, request))
         self._prefilling.remove(request)
 
     @contextlib.contextmanager
@@ -325,7 +325,7 @@ class Scheduler:
             except (ColibriError, MemoryError) as error:
                 self.engine.memory.sync()  # fails where a device is lost: then nothing can go on
                 if len(work) == 1:
-                    self._finish(requests[0], error=Refused(_reason(error), "internal", requests[0].id))
+                    self._finish(requests[0], error=_refused(error, "internal", requests[0]))
                     return [None]
         # One of them spoiled the step: each again alone. A session that a step failed for is as it was before.
         return [self._step(kind, [request], [item], [sampler])[0]
@@ -355,6 +355,13 @@ class Scheduler:
         if self._outbox and not self._told:
             self._told = True
             self._deliver()
+
+
+def _refused(error, code, request):
+    """Returns what a client is told of an error of a step; a file that it begins with is the client's."""
+    reason, rows = _reason(error), request.rows
+    files = [file for file in (rows.path, rows.output) if reason.startswith(file)] if rows is not None else []
+    return apart(reason, max(files, key=len, default=""), "", code, request.id)
 
 
 def _reason(error):

@@ -170,8 +170,7 @@ class Server:
         """Returns whether there is a place for it: its own, that of the longest idle one, or a spare one."""
         self.metrics.connections += 1
         places = self._places[type(connection)]
-        if len(places) >= self.max_connections:
-            self._make_room(places)
+        self._make_room(places, self.max_connections - 1)
         places[connection] = None
         connection.is_spare = len(places) > self.max_connections
         if len(places) > self.max_connections + connection.spare_places:
@@ -179,17 +178,23 @@ class Server:
             return False
         return True
 
-    def _make_room(self, places):
-        """Ends the longest idle connection, if there is one."""
+    def settle(self, connection):
+        """Returns whether a connection has a place that is not a spare one: by now, or since an idle one has ended."""
+        places = self._places[type(connection)]
+        self._make_room(places, self.max_connections)
+        connection.is_spare = len(places) > self.max_connections
+        return not connection.is_spare
+
+    def _make_room(self, places, count):
+        """Ends the longest idle connections while more than count are open, spare places included."""
         now = time.monotonic()
-        for connection in places:
-            if now - connection.active < SETTLED_SECONDS:
+        for connection in list(places) if len(places) > count else ():
+            if len(places) <= count or now - connection.active < SETTLED_SECONDS:
                 return
             if connection.is_idle():
                 self.dropped(f"idle for {now - connection.active:.0f} s, and its place was needed")
                 self.closed(connection)
                 connection.close()
-                return
 
     def touched(self, connection):
         """Makes a connection the least idle of all."""

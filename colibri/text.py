@@ -107,8 +107,8 @@ class Tokenizer(Codec):
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at a time needs no more threads
             import tokenizers
         except ImportError:
-            raise ColibriError("tokenizers: not installed, expected it for --prompt with this model; run "
-                               "pip install tokenizers (the extra `text`), or give --prompt-ids") from None
+            raise ColibriError("tokenizers: not installed, expected it for the text of this model; run pip install "
+                               "tokenizers (the extra `text`); a text run with --prompt-ids does without") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself

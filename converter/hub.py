@@ -16,16 +16,17 @@ FILES = (".pt", ".pth", ".bin", ".safetensors", ".json", ".ckpt", *(suffix for s
                                                                     for suffix in suffixes))
 TEXT = ["config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json",
         "added_tokens.json", "chat_template*"]
-# An error of huggingface_hub -> what was found, what was expected, what to do. Derived classes come first.
+YES = ("1", "ON", "YES", "TRUE")  # what huggingface_hub takes HF_HUB_OFFLINE to be set by
+# An error of huggingface_hub -> what was found, what was expected, what to do; {}: about HF_HUB_OFFLINE. Derived classes come first.
 ERRORS = {
     "GatedRepoError": ("a gated model", "access to it", "ask for it on the model's page, then run hf auth login"),
     "RepositoryNotFoundError": ("no such path, and no such model on the Hugging Face Hub", "one of them",
                                 "check the name; a private model needs hf auth login"),
     "RevisionNotFoundError": ("no such revision", "a branch, a tag or a commit after @", "check it"),
     "IncompleteSnapshotError": ("only a part of it is in the Hub's cache, and the Hub is not reached", "all of it",
-                                "check the network, unset HF_HUB_OFFLINE, or name a folder"),
+                                "check the network,{} or name a folder"),
     "LocalEntryNotFoundError": ("no such path, not in the Hub's cache, and the Hub is not reached", "one of them",
-                                "check name and network, unset HF_HUB_OFFLINE, or name a folder"),
+                                "check name and network,{} or name a folder"),
     "HFValidationError": ("no such path, and no id of the Hugging Face Hub", "ORG/NAME or ORG/NAME@REVISION",
                           "check the name")}
 
@@ -67,4 +68,6 @@ def _fetch(name, model, revision, patterns):
         got, expected, fix = next((ERRORS[kind] for kind in kinds if kind in ERRORS), (
             f"{kinds[0]}: {(str(error).strip().splitlines() or [''])[0][:200]}", "the model from the Hugging Face Hub",
             "try again, or name a folder"))
+        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in YES
+        fix = fix.format(" unset HF_HUB_OFFLINE," if is_offline else "")
         raise ColibriError(f"{name}: {got}, expected {expected}; {fix}") from error

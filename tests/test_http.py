@@ -169,7 +169,7 @@ def message(text):
       "seed, stream, deadline_ms, max_tokens, add_special_tokens")),
     ("completions", {"model": MODEL, "prompt": ["a", "b"]}, "prompt: 2 prompts, expected one; send a request for each"),
     ("completions", {"model": MODEL, "prompt": 5}, "prompt: 5, expected a string"),
-    ("completions", {"model": MODEL, "prompt": [300]}, "prompt: 300, expected 0 to 255"),
+    ("completions", {"model": MODEL, "prompt": [300]}, "prompt[0]: 300, expected 0 to 255"),
     ("completions", {"model": MODEL, "prompt": "x", "n": 2}, "n: 2, not supported, expected 1; leave it out"),
     ("completions", {"model": MODEL, "prompt": "x", "stop": ["\n"]},
      'stop: ["\\n"], not supported, expected none; leave it out'),
@@ -178,20 +178,37 @@ def message(text):
     ("completions", {"model": MODEL, "prompt": "x", "temperature": 3e38},
      "temperature: 3e+38, expected 0 (greedy) to 1e30"),
     ("completions", {"model": MODEL, "prompt": "x", "stream_options": {"include_usage": True}},
-     'stream_options: expected {"include_usage": true} and "stream": true'),
+     'stream_options: given, expected only with "stream": true; leave it out'),
+    ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": [1]},
+     'stream_options: a list, expected an object such as {"include_usage": true}'),
+    ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"usage": True}},
+     'stream_options: "usage": unknown field, expected include_usage alone'),
+    ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
+     "stream_options.include_usage: 1, expected true or false"),
     ("completions", {"model": MODEL, "prompt": "x", "messages": []},
      ('"messages": unsupported field, expected one of model, prompt, stream_options, temperature, top_p, top_k, seed, '
       "stream, deadline_ms, max_tokens, add_special_tokens")),
     ("chat/completions", {"model": MODEL}, "messages: missing, expected a list of messages"),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\ud83d"}]},
      "messages: half a surrogate pair, expected text; send whole characters"),
-    ("chat/completions", {"model": MODEL, "messages": []}, "messages: expected a list of at least one message"),
+    ("chat/completions", {"model": MODEL, "messages": []},
+     "messages: no message, expected a list of at least one message"),
+    ("chat/completions", {"model": MODEL, "messages": "hello"},
+     'messages: "hello", expected a list of at least one message'),
+    ("chat/completions", {"model": MODEL, "messages": ["hello"]},
+     'messages[0]: "hello", expected an object with role and content alone'),
+    ("chat/completions", {"model": MODEL, "messages": [{"content": "x"}]},
+     "messages[0].role: missing, expected one of system, developer, user, assistant"),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}, {"role": "user"}]},
+     "messages[1].content: missing, expected a string, or a list of parts"),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": 5}]},
+     'messages[0].content: 5, expected a string, or a list of {"type": "text", "text": ...}'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "tool", "content": "x"}]},
      'messages[0].role: "tool", expected one of system, developer, user, assistant'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-     'messages[0].content: expected a string, or a list of {"type": "text", "text": ...}'),
+     'messages[0].content[0]: an object, expected {"type": "text", "text": ...}, a string and nothing else'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x", "tool_calls": []}]},
-     "messages[0]: expected an object with role and content alone"),
+     'messages[0]: "tool_calls": unknown field, expected role and content alone'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
                           "max_completion_tokens": 1},
      "max_completion_tokens: given twice, expected max_tokens or max_completion_tokens; leave one out"),
@@ -221,8 +238,33 @@ def test_paths_and_methods(service):
                                             "/v1/completions, /v1/chat/completions"))
     status, headers, text = ask(service, "GET", "/v1/completions")
     assert (status, headers["allow"], message(text)) == (405, "POST", "method: GET, expected POST for /v1/completions")
-    assert ask(service, "HEAD", "/health")[::2] == (405, "")
-    assert ask(service, "DELETE", "/metrics")[0] == 405
+    for path in ("/health", "/ready", "/metrics", "/v1/models"):
+        (status, head, text), get = ask(service, "HEAD", path), ask(service, "GET", path)
+        assert (status, text, head["content-type"]) == (200, "", get[1]["content-type"]), path
+        assert path == "/metrics" or head == get[1]  # its length is that of the body that is not sent
+    before = service.metric('errors_total{code="bad_request"}')
+    status, headers, text = ask(service, "DELETE", "/metrics")
+    assert (status, headers["allow"]) == (405, "GET, HEAD")
+    assert message(text) == "method: DELETE, expected GET or HEAD for /metrics"
+    assert ask(service, "HEAD", "/v1/completions")[::2] == (405, "")
+    assert service.metric('errors_total{code="bad_request"}') == before + 2
+    assert 'code=bad_request message="method: ..., expected GET or HEAD for /metrics"\n' in service.log
+
+
+def test_what_is_refused_is_not_logged(service):
+    for method, path, body in (("GET", "/secret", None), ("POST", "/v1/completions", {"model": "secret"}),
+                               ("POST", "/v1/completions", {"model": MODEL, "secret": 1}),
+                               ("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "suffix": "secret"}),
+                               ("POST", "/v1/chat/completions", {"model": MODEL, "messages": [
+                                   {"role": "secret", "content": "x"}]})):
+        status, _, text = ask(service, method, path, body)
+        assert status in (400, 404) and "secret" in message(text)
+    assert b"secret" in raw(service, b"GET /secret[ HTTP/1.1\r\nHost: x\r\nsecret\r\n\r\n").lower()
+    service.metric("queue_depth")
+    for text in ("path: ..., expected one of /health, ", "model: ..., expected moe-32.bin", "...: unsupported field, ",
+                 "suffix: ..., not supported, expected none; leave it out", "messages[0].role: ..., expected one of "):
+        assert text in service.log
+    assert "secret" not in service.log
 
 
 def test_a_deadline(service):
@@ -308,10 +350,14 @@ def test_what_a_client_sends_while_its_request_runs_is_bounded(moe_32, tmp_path)
 
 
 def test_two_lengths_of_a_body(service):
-    """What follows is not read: a proxy may have taken it for a part of the body."""
+    """They are refused, and what follows is not read: a proxy may have taken it for a part of the body."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
+    got = raw(service, head)  # at once
+    assert got.startswith(b"HTTP/1.1 400 ") and message(got.partition(b"\r\n\r\n")[2]) == (
+        "HTTP: Content-Length and Transfer-Encoding, expected one of them; leave one out")
     got = raw(service, b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
                        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert got.count(b"HTTP/1.1 ") == 1 and got.startswith(b"HTTP/1.1 405 ") and b"connection: close\r\n" in got.lower()
+    assert got.count(b"HTTP/1.1 ") == 1 and got.startswith(b"HTTP/1.1 400 ") and b"connection: close\r\n" in got.lower()
 
 
 @pytest.mark.parametrize("target, status", [("http://a/health", 200), ("HTTPS://a:80/health?x=http://b/c", 200),
@@ -323,9 +369,9 @@ def test_a_target_with_its_origin(service, target, status):
 def test_garbage_after_a_head(service):
     got = raw(service, b"HEAD /health HTTP/1.1\r\nHost: a\r\n\r\nGARBAGE\r\n\r\n")
     first, second = re.split(rb"HTTP/1.1 (?=\d)", got)[1:]
-    assert first.startswith(b"405 ") and first.endswith(b"\r\n\r\n") and second.startswith(b"400 ")
-    assert message(second.partition(b"\r\n\r\n")[2]) == ("HTTP: illegal request line: bytearray(b'GARBAGE'), expected "
-                                                        "an HTTP/1.1 request")
+    assert first.startswith(b"200 ") and first.endswith(b"\r\n\r\n") and second.startswith(b"400 ")
+    assert message(second.partition(b"\r\n\r\n")[2]) == ("HTTP: illegal request line \"GARBAGE\", expected an "
+                                                        "HTTP/1.1 request")
 
 
 def test_a_body_in_pieces_and_an_old_client(service):
@@ -340,6 +386,8 @@ def test_a_body_in_pieces_and_an_old_client(service):
     expect = (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n"
               b"Connection: close\r\n\r\n")
     assert raw(service, expect % len(body), body, pause=0.05).startswith(b"HTTP/1.1 100 \r\n\r\nHTTP/1.1 200")
+    got = raw(service, expect % 99_999_999_999)  # without the body: its length is enough
+    assert got.startswith(b"HTTP/1.1 400 ") and json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_long"
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\0\x01\0", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
@@ -349,6 +397,27 @@ def test_what_is_no_http(service, data):
     got = raw(service, data)
     assert re.match(rb"HTTP/1.1 4\d\d ", got)
     assert b"expected an HTTP/1.1 request" in got and b"connection: close" in got.lower()
+
+
+@pytest.mark.parametrize("data, status, expected", [
+    (b"GET /" + b"x" * 20_000, 431,
+     "more than 16384 bytes of a head or of a chunk's size, expected an HTTP/1.1 request"),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400,
+     'illegal chunk header "zz", expected an HTTP/1.1 request'),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n", 400,
+     'malformed chunk footer "bc", expected an HTTP/1.1 request'),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501,
+     "Only Transfer-Encoding: chunked is supported, expected an HTTP/1.1 request"),
+    (b"GET /\"\xff' HTTP/1.1\r\nHost\r\n\r\n", 400, None),
+    (b'{"id": 1, "prompt": "x"}\n', 400, "a JSON object, expected an HTTP/1.1 request; lines are spoken at --serve"),
+    (b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n{"id": 1', 400,
+     "a JSON object, expected an HTTP/1.1 request; lines are spoken at --serve")])
+def test_what_is_no_http_is_told_so_plainly(service, data, status, expected):
+    head, _, body = raw(service, data).rpartition(b"\r\n\r\n")
+    assert b"HTTP/1.1 %d " % status in head
+    if expected:
+        assert message(body) == f"HTTP: {expected}"
+    assert not re.search(r"bytearray|b'", message(body))
 
 
 def test_a_body_of_100_mb(service):
@@ -468,7 +537,7 @@ def test_a_prometheus_parser_reads_the_metrics(moe_32, tmp_path, engine):
 
 def test_transcript():
     assert transcript([{"role": "user", "content": "a\nb"}]) == "user: a\nb\nassistant:"
-    with pytest.raises(Refused, match="messages: expected a list"):
+    with pytest.raises(Refused, match='messages: "x", expected a list'):
         transcript("x")
 
 

@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -68,6 +70,42 @@ def start(words, tmp_path):
         service.go = tmp_path / "go"
         return service
     return start
+
+
+def test_the_time_to_read_a_message_counts(words, tmp_path):
+    """A deadline and ttft_ms begin when the whole of it has arrived, over lines and HTTP."""
+    slow = PATCHED.replace("sys.exit", "from colibri import requests\nparse = requests.parse\ndef late(data, *more):\n"
+                           "    time.sleep(0.5)\n    return parse(data, *more)\nrequests.parse = late\nsys.exit")
+    with Service(words, tmp_path, command=[
+            sys.executable, "-c", slow, str(tmp_path / "go"), "--backend", "host", "--model", str(words), "--serve",
+            f"unix:{tmp_path}/socket", "--http", ":0"]) as service, service.client() as client:
+        for prompt in ("w1", LARGE_TEXT):
+            assert client.ask(**fields(1, prompt))["ttft_ms"] >= 500
+            assert client.ask(**fields(2, prompt, deadline_ms=400))["error"]["code"] == "deadline"
+            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=TIMEOUT)
+            connection.request("POST", "/v1/completions", json.dumps(
+                {"model": "words.bin", "prompt": prompt, "max_tokens": 1, "deadline_ms": 400}))
+            assert connection.getresponse().status == 504
+        assert service.stop() == 0
+
+
+def test_without_the_package(words, tmp_path):
+    """--doctor names it as needed for this model, and a service does not start."""
+    (tmp_path / "tokenizers.py").write_text("raise ImportError")
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = program("colibri.run", "--backend", "host", "--model", words, "--serve", "-", environment=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr.decode().splitlines()[-1]) == (2, b"", (
+        "tokenizers: not installed, expected it for the text of this model; run pip install tokenizers (the extra "
+        "`text`); a text run with --prompt-ids does without"))
+    script = ("import sys\nfrom colibri import doctor, run\nversion = doctor.importlib.metadata.version\n"
+              "def fail(name):\n    if name == 'tokenizers':\n"
+              "        raise doctor.importlib.metadata.PackageNotFoundError\n"
+              "    return version(name)\ndoctor.importlib.metadata.version = fail\nsys.exit(run.command())")
+    for options, status, word in ((("--model", words), 2, "needed"), ((), 0, "optional")):
+        ended = subprocess.run([sys.executable, "-c", script, "--doctor", *options], cwd=tmp_path, capture_output=True,
+                               check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=TIMEOUT)
+        assert ended.returncode == status and (f" tokenizers {word}: not installed; pip install tokenizers, for text"
+                                               in " ".join(ended.stdout.decode().split())), ended
 
 
 def fields(identity, prompt, count=1, **more):

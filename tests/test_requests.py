@@ -37,7 +37,7 @@ BAD = [
     (b'{"id": 1, "seed": ' + b"9" * 5000 + b"}", "line: a number too long to read, expected fewer digits"),
     (b'{"id": 1, "id": 2, "prompt": "x"}', 'line: "id" twice, expected each field once; leave one out'),
     (b'{"prompt": "x"}', f"id: missing, {INTEGER_ID}"),
-    (b'{"id": null, "prompt": "x"}', f"id: missing, {INTEGER_ID}"),
+    (b'{"id": null, "prompt": "x"}', f"id: null, {INTEGER_ID}"),
     (b'{"id": 1.5, "prompt": "x"}', f"id: 1.5, {INTEGER_ID}"),
     (b'{"id": true, "prompt": "x"}', f"id: true, {INTEGER_ID}"),
     (b'{"id": 9223372036854775808, "prompt": "x"}', f"id: 9223372036854775808, {INTEGER_ID}"),
@@ -55,11 +55,14 @@ BAD = [
     (b'{"id": 1, "prompt_ids": []}',
      "prompt_ids: 0 tokens, expected at least 1; the model needs something to continue"),
     (b'{"id": 1, "prompt_ids": "1 2"}', 'prompt_ids: "1 2", expected a list of integers'),
-    (b'{"id": 1, "prompt_ids": [1, 2.0]}', "prompt_ids: a list, expected a list of integers"),
-    (b'{"id": 1, "prompt_ids": [true]}', "prompt_ids: a list, expected a list of integers"),
-    (b'{"id": 1, "prompt_ids": [1, 256]}', "prompt_ids: 256, expected 0 to 255"),
-    (b'{"id": 1, "prompt_ids": [-1]}', "prompt_ids: -1, expected 0 to 255"),
-    (b'{"id": 1, "prompt_ids": [' + b"1" * 400 + b"]}", "prompt_ids: a number of more than 64 bits, expected 0 to 255"),
+    (b'{"id": 1, "prompt_ids": [1, 2.0]}', "prompt_ids[1]: 2.0, expected an integer"),
+    (b'{"id": 1, "prompt_ids": [true]}', "prompt_ids[0]: true, expected an integer"),
+    (b'{"id": 1, "prompt_ids": ["429"]}', 'prompt_ids[0]: "429", expected an integer'),
+    (b'{"id": 1, "prompt_ids": [3, 5, [1]]}', "prompt_ids[2]: a list, expected an integer"),
+    (b'{"id": 1, "prompt_ids": [1, 256]}', "prompt_ids[1]: 256, expected 0 to 255"),
+    (b'{"id": 1, "prompt_ids": [-1]}', "prompt_ids[0]: -1, expected 0 to 255"),
+    (b'{"id": 1, "prompt_ids": [' + b"1" * 400 + b"]}",
+     "prompt_ids[0]: a number of more than 64 bits, expected 0 to 255"),
     (b'"output": "y.npy"', "output: given, expected only with input; leave it out"),
     (b'"max_new_tokens": 0', "max_new_tokens: 0, expected an integer, 1 or more"),
     (b'"max_new_tokens": -5', "max_new_tokens: -5, expected an integer, 1 or more"),
@@ -77,7 +80,7 @@ BAD = [
     (b'"top_k": 2147483648', "top_k: 2147483648, expected 0 (all) to 2^31 - 1"),
     (b'"top_p": 0', "top_p: 0, expected more than 0 and at most 1"),
     (b'"top_p": 1' + b"0" * 40, "top_p: a number of more than 64 bits, expected more than 0 and at most 1"),
-    (b'"top_p": 1e-50', "top_p: 1e-50, expected more than 0 and at most 1"),  # 0 as float32
+    (b'"top_p": 1e-50', "top_p: 1e-50, expected at least 1e-45, which is more than 0 as a float32, and at most 1"),
     (b'"top_p": 1.01', "top_p: 1.01, expected more than 0 and at most 1"),
     (b'"seed": -1', "seed: -1, expected 0 to 2^64 - 1"),
     (b'"seed": 18446744073709551616', "seed: a number of more than 64 bits, expected 0 to 2^64 - 1"),
@@ -100,6 +103,7 @@ TOO_LONG = [
 ]
 CANCEL = [
     (b'{"cancel": 1, "id": 2}', '"id": unknown field, expected one of cancel'),
+    (b'{"cancel": null}', f"cancel: null, {INTEGER_ID}"),
     (b'{"cancel": []}', f"cancel: a list, {INTEGER_ID}"),
 ]
 
@@ -132,6 +136,22 @@ def test_catalogue(reader, line, message):
         read(reader, line)
     assert (str(refused.value), refused.value.code) == (message, "bad_request")
     assert refused.value.id in (None, 1)
+
+
+@pytest.mark.parametrize("line, identity", [
+    (b'{"id":1,"prompt":"a","prompt":"b"}', 1), (b'{"id": "a", "temperature": NaN}', "a"),
+    (b'{"id": 7, "prompt": \xff', 7),
+    (b'{"id": 2, "seed": ' + b"9" * 5000 + b"}", 2),
+    (b'{"id": 3, "x": ' + b"[" * 10_000, 3), (b'{"id": 4, "prompt": "x"', 4),
+    (b'{"id": 1, "id": 2, "prompt": "x"}', None), (b'{"id": 1, "prompt": "x", "id": 2}', None),
+    (b'{"prompt": NaN, "id": 1}', None)])
+def test_a_bad_line_has_the_id_that_it_begins_with(line, identity):
+    with pytest.raises(Refused) as refused:
+        parse(line)
+    assert refused.value.id == identity
+    with pytest.raises(Refused) as refused:
+        parse(line, "body")
+    assert refused.value.id is None  # there, it is no field
 
 
 @pytest.mark.parametrize("line, message", TOO_LONG, ids=[str(line[:40]) for line, _ in TOO_LONG])
@@ -205,6 +225,8 @@ def test_a_stack_takes_files_alone(tmp_path, monkeypatch):
                 ({"input": "x.npy", "output": "socket"},
                  "output: socket: a special file, expected a file or a new name"),
                 ({"input": "x.npy", "output": "."}, "output: .: a directory, expected a file or a new name"),
+                ({"input": "x.npy", "output": "none/y.npy"},
+                 "output: none/y.npy, No such file or directory, expected a file's name"),
                 ({"input": "x.npy", "output": "x.npy/y"}, "output: x.npy/y, Not a directory, expected a file's name"),
                 ({"input": "x.npy", "output": "y.npy", "seed": 1}, ("seed: given, expected only with prompt or "
                                                                    "prompt_ids; leave it out")),

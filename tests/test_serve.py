@@ -374,10 +374,15 @@ def test_a_stopped_client_goes_on(service, engine):
     assert "".join(token["text"] for token in tokens) == final["text"] == greedy(engine, "It was ", 300)
 
 
+def with_few_files(model, folder):
+    """A server that may have 220 files open: room for ten connections of each kind."""
+    return Service(model, folder, command=[
+        "bash", "-c", 'ulimit -n 220; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend", "host",
+        "--model", str(model), "--serve", f"unix:{folder}/socket", "--http", ":0"])
+
+
 def test_too_many_connections(moe_32, tmp_path):
-    command = ["bash", "-c", 'ulimit -n 220; exec "$@"', "bash", sys.executable, "-m", "colibri.run", "--backend",
-               "host", "--model", str(moe_32), "--serve", f"unix:{tmp_path}/socket", "--http", ":0"]
-    with Service(moe_32, tmp_path, command=command) as service:  # 220 files: room for ten of each kind
+    with with_few_files(moe_32, tmp_path) as service:
         clients = [service.client() for _ in range(10)]
         for client in clients:
             client.send(b'{"id": 0, ')  # it has begun: nobody takes its place
@@ -682,8 +687,17 @@ def test_logs(moe_32):
     ({"prompt": "my secret", "seed": -1}, "seed: ..., expected 0 to 2^64 - 1"),
     ({"prompt": ["my secret"]}, "prompt: ..., expected a string"),
     ({"prompt_ids": "my secret"}, "prompt_ids: ..., expected a list of integers"),
-    ({"prompt_ids": [7, 4711]}, "prompt_ids: ..., expected 0 to 255"),
+    ({"prompt_ids": [7, 4711]}, "prompt_ids[1]: ..., expected 0 to 255"),
     ({"prompt": "my secret", "max_new_tokens": "my secret"}, "max_new_tokens: ..., expected an integer, 1 or more"),
+    ({"prompt": "x", "my secret": 1}, (
+        "...: unknown field, expected one of id, prompt, prompt_ids, input, output, max_new_tokens, temperature, "
+        "top_k, top_p, seed, stream, deadline_ms, add_special_tokens")),
+    ({"prompt": "x", "top_p": "e"}, "top_p: ..., expected a number"),
+    ({"prompt": "x", "temperature": 1, "top_p": 4711}, "top_p: ..., expected more than 0 and at most 1"),
+    ({"prompt": "x", "top_k": -1}, "top_k: ..., expected 0 (all) to 2^31 - 1"),
+    ({"prompt": "x", "max_new_tokens": 4711}, ("max_new_tokens: ..., expected at most 512 after a prompt of 1 token in "
+                                               "a context of 512, the model's own positions (max_positions of PATH); "
+                                               "use fewer")),
     ({"prompt": "my secret" * 100}, ("prompt: 900 bytes, expected at most 512, the model's own positions "
                                      "(max_positions of PATH); use fewer"))])
 def test_the_message_of_a_refused_request_in_the_log(moe_32, fields, message):
@@ -691,16 +705,40 @@ def test_the_message_of_a_refused_request_in_the_log(moe_32, fields, message):
     line = json.dumps({"id": 1, **fields}).encode() + b"\n"
     got, text = run(moe_32, line)
     message = message.replace("PATH", str(moe_32))
-    assert re.search(r"Z request id=1 finish=error code=\w+ message=(.*)\n", text)[1] == json.dumps(message)
+    logged = re.search(r"Z request id=1 (?:prompt_tokens=0 tokens=0 )?finish=error code=\w+ message=(\"[^\"]*\")", text)
+    assert logged[1] == json.dumps(message)
     assert "secret" not in text and "4711" not in text
     _, text = run(moe_32, line, "--log-format", "json", "--log-prompts")
     logged = json.loads(text.splitlines()[-1])
     assert logged["message"] == got[0]["error"]["message"] and logged["code"] == got[0]["error"]["code"]
 
 
-def test_a_line_that_is_a_prompt_is_not_logged(moe_32):
-    got, text = run(moe_32, b'"my secret"\n')
-    assert "my secret" in got[0]["error"]["message"] and 'message="line: ..., expected a JSON object"\n' in text
+@pytest.mark.parametrize("line, said, message", [
+    (b'"my secret"', "my secret", "line: ..., expected a JSON object"),
+    (b'{"id": 1, "my secret": 1, "my secret": 1}', "my secret",
+     "line: ... twice, expected each field once; leave one out"),
+    (b'{"id": 1, "prompt": "\xfe"}', "byte 0xfe at 21", "line: byte ... at 21, expected UTF-8; encode it so")])
+def test_a_line_that_holds_a_prompt_is_not_logged(moe_32, line, said, message):
+    got, text = run(moe_32, line + b"\n")
+    assert said in got[0]["error"]["message"] and f'message="{message}"\n' in text and "secret" not in text
+
+
+def test_what_a_file_of_a_client_is_called_is_not_logged(tmp_path):
+    stack = write_model(tmp_path / "stack.bin", STACK)
+    np.save(tmp_path / "secret.npy", np.full((3, 64), np.nan, np.float32))
+    name = str(tmp_path / "secret.npy")
+    got, text = run(stack, b"".join(json.dumps({"id": number, "input": source, "output": output}).encode() + b"\n"
+                                    for number, (source, output) in enumerate((
+                                        (name, name), (f"{name}x", "y.npy"), (name, str(tmp_path)),
+                                        (name, f"{name}/y"), (name, f"{name}y")))))
+    assert len(got) == 5 and all(name in line["error"]["message"] or str(tmp_path) in line["error"]["message"]
+                                 for line in got)
+    assert sorted(re.findall(r'message="([^"]*)"', text)) == sorted([
+        "output: ..., expected another file than input; choose another name",
+        "...: No such file or directory, expected an .npy file of numbers; write it with numpy.save",
+        "output: ...: a directory, expected a file or a new name",
+        "output: ..., Not a directory, expected a file's name",
+        "...: row 0 holds NaN or inf, expected finite numbers; look at what made it"])
 
 
 def test_every_line_of_a_log_in_json(moe_32):
@@ -856,6 +894,23 @@ def test_health_while_all_places_are_idle(moe_32, tmp_path):
         assert service.stop() == 0
 
 
+def test_completions_while_all_places_are_idle(moe_32, tmp_path):
+    """Also those in the spare places make room, and one that has a spare place gets another's for a completion."""
+    body = json.dumps({"model": "moe-32.bin", "prompt": "x", "max_tokens": 1}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    with with_few_files(moe_32, tmp_path) as service:
+        idle = [http_client(service) for _ in range(18)]
+        time.sleep(1.5)
+        for client in (idle[17], *(http_client(service) for _ in range(4))):
+            client.send(post)
+            assert b"HTTP/1.1 200" in client.socket.recv(1 << 16)
+            client.close()
+        assert service.log.count("and its place was needed") >= 8
+        for client in idle:
+            client.close()
+        assert service.stop() == 0
+
+
 def test_health_while_all_places_are_taken(moe_32, tmp_path):
     """Spare places are for what needs no request: a completion is refused there, and more connections are."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
@@ -865,12 +920,14 @@ def test_health_while_all_places_are_taken(moe_32, tmp_path):
             client.send(head)
         service.wait_for("open_connections", 4)
         spare = [http_client(service) for _ in range(8)]
+        for client in spare[1:]:  # none of them is idle
+            client.send(head)
         service_full = http_client(service).socket.recv(1 << 16)
         assert b"HTTP/1.1 503" in service_full and b"connections: 3 are open and none is idle" in service_full
         spare[0].send(GET % b"health")
         got = spare[0].socket.recv(1 << 16)
         assert b"HTTP/1.1 200" in got and b"connection: close" in got.lower() and spare[0].socket.recv(1) == b""
-        spare[1].send(head + b"{\"x\": 1}\n")
+        spare[1].send(b"{\"x\": 1}\n")
         got = spare[1].socket.recv(1 << 16)
         assert b"HTTP/1.1 503" in got and b'"code": "too_many_connections"' in got
         for client in (*taken, *spare):
