@@ -17,18 +17,18 @@ TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": BOS
 
 
 @pytest.fixture
-def made(tmp_path, capsys):
+def made(tmp_path, capfd):
     """A function: (the Checkpoint, the warnings) of a folder with these files and end tokens in its config.json."""
     def convert_with(eos=None, **files):
         folder = folder_of(tmp_path / "model", mixtral_arrays(), {**MIXTRAL_CONFIG, "eos_token_id": eos}, **files)
         convert(folder, tmp_path / "a.bin")
-        return Checkpoint(tmp_path / "a.bin"), capsys.readouterr().err.replace(f"{folder}/", "").splitlines()
+        return Checkpoint(tmp_path / "a.bin"), capfd.readouterr().err.replace(f"{folder}/", "").splitlines()
     return convert_with
 
 
-def refused(tmp_path, capsys, eos=None, **files):
+def refused(tmp_path, capfd, eos=None, **files):
     folder = folder_of(tmp_path / "model", mixtral_arrays(), {**MIXTRAL_CONFIG, "eos_token_id": eos}, **files)
-    return refusal(capsys, folder, tmp_path / "a.bin").replace(f"{folder}/", "").rstrip("\n")
+    return refusal(capfd, folder, tmp_path / "a.bin").replace(f"{folder}/", "").rstrip("\n")
 
 
 @pytest.mark.parametrize("bos_token", [BOS, {"__type": "AddedToken", "content": BOS, "lstrip": False}])
@@ -71,10 +71,10 @@ def test_end_tokens_of_all_files(made, config, expected, named):
     assert warnings == [] and json.loads(checkpoint.tokenizer) == TOKENIZER
 
 
-def test_eight_end_tokens_and_no_more(made, tmp_path, capsys):
+def test_eight_end_tokens_and_no_more(made, tmp_path, capfd):
     assert made([*range(6)], generation_config={"eos_token_id": [5, 6, 7]})[0].eos == [*range(8)]
     (tmp_path / "more").mkdir()
-    assert refused(tmp_path / "more", capsys, [*range(10, 18)], tokenizer=TOKENIZER, tokenizer_config={"eos_token": EOS}) == (
+    assert refused(tmp_path / "more", capfd, [*range(10, 18)], tokenizer=TOKENIZER, tokenizer_config={"eos_token": EOS}) == (
         "tokenizer_config.json: eos_token='</s>' is one token more that ends a text than 8, expected at most 8 in "
         "config.json, generation_config.json and tokenizer_config.json together; leave one out")
 
@@ -124,10 +124,10 @@ CATALOGUE = [
 
 
 @pytest.mark.parametrize("files, message", CATALOGUE)
-def test_catalogue(tmp_path, capsys, files, message):
-    assert refused(tmp_path, capsys, **files) == message
+def test_catalogue(tmp_path, capfd, files, message):
+    assert refused(tmp_path, capfd, **files) == message
 
 
-def test_what_is_read_is_not_replaced(tmp_path, capsys):
+def test_what_is_read_is_not_replaced(tmp_path, capfd):
     folder = folder_of(tmp_path / "model", mixtral_arrays(), tokenizer_config={})
-    assert "or a file of it" in refusal(capsys, folder / "pytorch_model.bin", folder / "tokenizer_config.json", "--force")
+    assert "or a file of it" in refusal(capfd, folder / "pytorch_model.bin", folder / "tokenizer_config.json", "--force")
