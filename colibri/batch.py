@@ -30,8 +30,8 @@ class Batch:
         """Fills the batch with as many tokens as fit, of no session more than its cache bears.
 
         pending: [(session, tokens, sampler or None, row of the result for its first logits)]
-        Returns what is left of it, the number of tokens, what it took, and which logits are wanted: [(row of the result,
-        the token in the batch, its sampler, the position of the token that is drawn)].
+        Returns what is left of it, the number of tokens, what it took, and which logits are wanted:
+        [(row of the result, the token in the batch, its sampler, the position of the token that is drawn)].
         """
         left, taken, tokens, wanted = [], [], [], []
         num_tokens = 0

@@ -27,7 +27,7 @@ class Context(namedtuple("Context", "positions wanted own decided_by")):
                 }[self.decided_by]
 
     def rule(self, wanted, path):
-        """Returns, for an error about too many tokens, how many fit, which limit that is, and what to do for `wanted`."""
+        """Returns how many tokens fit, by which limit, and what to do for `wanted`: the end of an error."""
         if self.decided_by == "stack":
             return f"{self.positions} of a bare stack of MoE layers; use fewer"
         if self.positions == self.own:

@@ -45,8 +45,9 @@ class DeviceMemory:
         needed = sum(self._bytes.values())
         if needed > free:
             listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in self._bytes.items())
-            raise ColibriError(f"GPU memory: {needed / 2**30:.2f} GiB needed ({listed}), {free / 2**30:.2f} GiB free; lower "
-                               "--batch-size or --context, end other processes on the GPU, or run with --backend host")
+            raise ColibriError(f"GPU memory: {needed / 2**30:.2f} GiB needed ({listed}), {free / 2**30:.2f} GiB free; "
+                               "lower --batch-size or --context, end other processes on the GPU, or run with "
+                               "--backend host")
 
     def weights(self, checkpoint):
         """All tensors in one block, laid out as in the file."""
@@ -92,7 +93,7 @@ class DeviceMemory:
         self.gpu.close(self.launcher.close)
 
     def read_bandwidth(self, checkpoint, threads):
-        """Of a copy within the device's memory, bytes read and bytes written counted alike."""
+        """Returns the rate of a copy within the device's memory, bytes read and bytes written counted alike."""
         return self.gpu.copy_rate(PROBE_BYTES)
 
     def usage(self):

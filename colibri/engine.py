@@ -353,7 +353,7 @@ class Engine:
 
 
 def _check_finite(what, rows, numbers):
-    """That rows, which are those of these numbers in what is returned, hold neither NaN nor inf."""
+    """Checks that rows, which have these numbers in the result, hold neither NaN nor inf."""
     finite = np.isfinite(rows)
     if not finite.all():
         row = numbers[np.argmin(finite.all(axis=1))]

@@ -1,7 +1,8 @@
 """The GPU: calls of the driver, what the first GPU is, its context, its stream, and memory there and page-locked here.
 
-The only importer of cuda.bindings, when a GPU is wanted. Uses what is the same in cuda-python 12 and 13. Everything runs
-in the primary context, which the library's own CUDA runtime shares, on one stream that does not wait for the legacy one.
+The only importer of cuda.bindings, when a GPU is wanted. Uses what is the same in cuda-python 12 and 13. Everything
+runs in the primary context, which the library's own CUDA runtime shares, on one stream that does not wait for the
+legacy one.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ def try_call(name, *arguments):
 
 
 def new_status(name, error):
-    """Of a driver that is newer than cuda-python."""
+    """Returns the error of a status that is newer than cuda-python."""
     return ColibriError(f"GPU: {name}: {error}, expected CUDA_SUCCESS; pip install -U cuda-python names it")
 
 
@@ -87,7 +88,7 @@ def properties():
 
 
 def arch():
-    """What the Makefile's ARCH must be for this GPU: "sm_90"."""
+    """Returns what the Makefile's ARCH must be for this GPU, such as "sm_90"."""
     major, minor = properties().capability
     fitting = [arch for arch in ARCHITECTURES if arch // 10 == major and arch % 10 <= minor]
     if not fitting:
@@ -121,7 +122,7 @@ def check_weights(checkpoint):
 
 
 def check_library(library):
-    """That this GPU and its driver can run the library's kernels."""
+    """Checks that this GPU and its driver can run the library's kernels."""
     library.path(library.headers.constants["COLIBRI_CUDA"])  # fails in a host library, with the reason
     built, (major, minor) = library.baked["cuda_arch"], properties().capability
     if built // 10 != major or built % 10 > minor:
@@ -129,8 +130,8 @@ def check_library(library):
                            f"build with make ARCH={arch()}")
     needed, version = library.baked["cuda_version"] // 1000, properties().driver_version
     if version // 1000 < needed:
-        raise ColibriError(f"NVIDIA driver: CUDA {version // 1000}.{version // 10 % 100}, expected {needed}.0 or newer for "
-                           f"{library.file}; update the driver, or build with an older nvcc")
+        raise ColibriError(f"NVIDIA driver: CUDA {version // 1000}.{version // 10 % 100}, expected {needed}.0 or newer "
+                           f"for {library.file}; update the driver, or build with an older nvcc")
 
 
 class Opening:
@@ -243,7 +244,7 @@ class Gpu:
         return host_array(self._pinned[-1], num_bytes)
 
     def pin(self, array):
-        """Page-locks and maps a C-contiguous array that its owner keeps until close(), so that kernels read it there."""
+        """Page-locks and maps a C-contiguous array, for kernels to read it there. Its owner keeps it until close()."""
         self.enter()
         flags = 0 if array.flags.writeable else driver().CU_MEMHOSTREGISTER_READ_ONLY
         call("cuMemHostRegister", array.ctypes.data, array.nbytes, flags | driver().CU_MEMHOSTREGISTER_DEVICEMAP)

@@ -77,7 +77,7 @@ class Launcher:
         return tuple(bucket[size] for bucket, size in zip(self._buckets, sizes))
 
     def _launch_combinations(self, model, num_tokens, num_logits=0):
-        """A step in parts, cut where a layer has its router: the experts that it chose name the graph of the next part."""
+        """Starts a step in parts, cut at each layer's router: the experts that it chose name the next part's graph."""
         if model not in self._routing:
             self._routing[model] = self._find_routing(model)
         ids, address, has_router = self._routing[model]
@@ -150,5 +150,5 @@ class Launcher:
 
 
 def buckets(max_tokens):
-    """What a step of n tokens is launched for, as a list by n: the next power of two, at most max_tokens."""
+    """Returns what a step of n tokens is launched for, as a list by n: the next power of two, at most max_tokens."""
     return [0] + [min(1 << math.ceil(math.log2(size)), max_tokens) for size in range(1, max_tokens + 1)]

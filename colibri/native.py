@@ -84,7 +84,7 @@ def is_forked():
 
 
 def _check_whole(path, name):
-    """That the file reaches as far as its ELF header says: touching the mapping of one cut short kills the process."""
+    """Checks that the file is as long as its ELF header says: touching the mapping of one cut short is fatal."""
     try:
         with open(path, "rb") as file:
             start, size = file.read(64), os.fstat(file.fileno()).st_size

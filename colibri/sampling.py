@@ -52,6 +52,6 @@ def draw(seed, position):
 
 @functools.lru_cache(1024)
 def _draws(seed, block):
-    """Those of DRAWS positions: the first of the four words that the generator gives for each counter."""
+    """Returns the draws of DRAWS positions: the first of the four words that the generator gives for each counter."""
     words = np.random.Philox(key=seed, counter=block * DRAWS).random_raw(4 * DRAWS)[::4]
     return ((words >> np.uint64(40)) / (1 << 24)).tolist()

@@ -26,7 +26,7 @@ int64_t colibri_state_bytes(int backend, const void *header, int num_slots, int 
 /* Makes a model of a checked file header, its weights (struct Weights, struct Layer[num_layers]), a zeroed state block
  * and a batch. The declaration is one line: Python reads it so. */
 int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state, void *batch, int num_slots, int context, int num_threads, void *stream);
-/* Copies a mapped file's bytes to the device's `target`, with threads that fill two chunks each. Page-lock the chunks. */
+/* Copies a mapped file's bytes to the device's `target`, with threads that fill two chunks each, page-locked ones. */
 int colibri_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads, void *stream);
 /* One step over the model's batch: embed, layers, logits, sampled tokens. num_tokens, num_logits: launch sizes. */
 int colibri_forward(void *model, int num_tokens, int num_logits);

@@ -208,7 +208,7 @@ STATIC_ASSERT(STORED_EXPERTS >= 1 && STORED_EXPERTS <= NUM_EXPERTS, "1 <= STORED
 
 typedef struct Config {
     CONFIG_FIELDS(CONFIG_FIELD)
-    uint32_t cuda_version; /* 13000: of CUDA 13.0, which the kernels are made with, as a driver's; 0 in a host library */
+    uint32_t cuda_version; /* of the CUDA that made the kernels, 13000 for 13.0; 0 in a host library */
 } Config;
 
 #endif

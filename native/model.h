@@ -69,7 +69,7 @@ typedef struct Batch {
     B(expert_ids,       int32_t,  MAX_STEP_TOKENS, EXPERTS_PER_TOKEN)  /* best first */ \
     B(expert_weights,   float,    MAX_STEP_TOKENS, EXPERTS_PER_TOKEN) \
     B(expert_offsets,   int32_t,  1, NUM_EXPERTS + 1) /* expert e's assignments: [offsets[e], offsets[e+1]) */ \
-    B(assignments,      int32_t,  1, MAX_STEP_TOKENS * EXPERTS_PER_TOKEN) /* token * k + slot, by expert, then token */ \
+    B(assignments,      int32_t,  1, MAX_STEP_TOKENS * EXPERTS_PER_TOKEN) /* token * k + slot, by expert, token */ \
     B(active_experts,   int32_t,  1, NUM_EXPERTS)     /* those with a token, ascending */ \
     B(num_active,       int32_t,  1, 1) \
     B(expert_mid,       float,    MAX_STEP_TOKENS * EXPERTS_PER_TOKEN, FFN)    /* row token * k + slot */ \

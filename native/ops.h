@@ -58,7 +58,7 @@ typedef struct Ops {
     const char *(*name)(void);          /* "host avx2", "host portable", "cuda sm_90" */
     uint32_t cuda_version;              /* Config's */
     int64_t (*scratch_bytes)(void);
-    /* bytes at `source` to the device's `target`, through chunks, two a thread, which are best page-locked; host: NULL */
+    /* bytes at `source` to the device's `target`, through chunks, two a thread, best page-locked; host: NULL */
     int (*upload)(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int num_threads,
                   void *stream);
 #define OP(op, has) Op *op;

@@ -1,6 +1,6 @@
-/* Causal attention of few tokens over the KV cache. An item is one span of a token for one tile of queries; there are as
- * many as the step's tokens have, whatever the cache could hold. The first few spans of each token have a block each,
- * and then blocks share the others. The last block to finish a span of a token and tile merges them all. */
+/* Causal attention of few tokens over the KV cache. An item is one span of a token for one tile of queries; there are
+ * as many as the step's tokens have, whatever the cache could hold. The first few spans of each token have a block
+ * each, and then blocks share the others. The last block to finish a span of a token and tile merges them all. */
 #include "attention.cuh"
 
 #if NUM_HEADS
