@@ -51,7 +51,7 @@ def test_text_then_table(moe_32, engine):
     assert re.fullmatch(r"P99 latency: \d+\.\d{3} ms a token", lines[-1])
     for name in ("process", "library", "map", "first token"):
         assert re.search(rf"^cold start .*{name} \d", table.decode(), re.MULTILINE)
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if not line.startswith("library")) <= 80  # a path stays whole
 
 
 @pytest.mark.parametrize("how", ["text", "file", "stdin"])
