@@ -228,7 +228,7 @@ class Reader:
             raise Refused(f"{name}: {len(data)} bytes, expected at most {self.max_text_bytes}, {used.longest} for each "
                           f"token of a context of {rule}", "too_long")
         try:
-            self._check_start(text, name)
+            self._check_start(text, name, special)
             return used.encode(data, name, special), used.unit
         except Refused:
             raise
@@ -236,11 +236,11 @@ class Reader:
             got, expected, rule = str(error).removeprefix(f"{name}: ").rpartition(", expected ")
             raise Refused(f"{name}: ", content=got, after=expected + rule) from None
 
-    def _check_start(self, text, name):
+    def _check_start(self, text, name, special):
         """Refuses a text of which a part is too many tokens by far, whatever follows: the whole may take seconds."""
         context = self._engine.context
         start = text[:START * context]
-        if len(start) < len(text) and len(self.codec().encode(start.encode())) > 2 * context:
+        if len(start) < len(text) and len(self.codec().encode(start.encode(), name, special)) > 2 * context:
             raise Refused(f"{name}: more than {2 * context} {self.codec().unit}s, expected at most "
                           f"{self._engine.context_rule(2 * context)}", "too_long")
 
