@@ -81,6 +81,13 @@ class Service:
             assert time.monotonic() < end, f"{name}={got}, expected {value}"
             time.sleep(0.01)
 
+    def wait_for_log(self, text):
+        """Waits until the log has a text: a request's line comes after its answer."""
+        end = time.monotonic() + TIMEOUT
+        while text not in self.log:
+            assert time.monotonic() < end, self.log
+            time.sleep(0.01)
+
 
 class Client:
     def __init__(self, address):

@@ -561,7 +561,8 @@ def test_doctor_ends_with_what_is_needed(tmp_path, moe_32):
     assert run.returncode == 0 and b"needed" not in run.stdout
     other = build.library_path(Checkpoint(write_model(tmp_path / "other.bin", STACK)))
     run = program("colibri.run", "--doctor", "--model", "whole.bin", cwd=tmp_path, environment={"COLIBRI_LIBRARY": other})
-    assert run.returncode == 2 and run.stdout.count(b"needed: ") == 1 and b"whole.bin        needed: " in run.stdout
+    text = " ".join(run.stdout.decode().split())
+    assert run.returncode == 2 and text.count("needed: ") == 1 and "whole.bin needed: " in text
 
 
 @pytest.mark.parametrize("options, line", [
