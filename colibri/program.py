@@ -32,8 +32,8 @@ class Parser(argparse.ArgumentParser):
             import difflib
             known = [name for action in self._actions for name in action.option_strings]
             near = difflib.get_close_matches(unknown[0], known, 1) if unknown[0].startswith("-") else []
-            raise ColibriError(f"{unknown[0][:80]}: unknown option, expected one that --help lists"
-                               + (f"; did you mean {near[0]}?" if near else ""))
+            raise ColibriError(unknown[0][:80], "unknown option", "one that --help lists",
+                               f"did you mean {near[0]}?" if near else None)
         return options
 
     def error(self, message):
@@ -105,7 +105,7 @@ def writing_stdout():
         os.kill(os.getpid(), signal.SIGPIPE)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write again
-        raise ColibriError(f"stdout: {error.strerror}, expected to write the results there; free some space") from None
+        raise ColibriError("stdout", error.strerror, "to write the results there", "free some space") from None
 
 
 def guard_imports(program, interrupted="interrupted"):
