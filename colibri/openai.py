@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 
 from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
@@ -14,6 +15,8 @@ INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
            "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
            "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},)}
+BODY = {"model", "user", "stream_options", *INPUT.values(), *NEUTRAL, *itertools.chain(*RENAMED.values())}
+PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.(?:role|content|include_usage))*")  # what an error names a field by
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -44,7 +47,7 @@ class Answer:
             if name not in known:
                 raise Refused(shown(name), "unsupported field",
                               f"one of {', '.join(('model', source, 'stream_options', *renamed))}",
-                              logged={"where": "..."})
+                              logged={"where": "..."}, field=name[:100])
             if value is None or name in ("model", "user"):
                 continue
             if name in NEUTRAL:
@@ -197,6 +200,8 @@ def models(name):
 
 
 def error_body(error):
-    """Returns the body of an error."""
+    """Returns the body of an error. Its param is the field that the error is about, or None."""
     kind = "invalid_request_error" if CODES[error.code] < 500 and error.code != "queue_full" else error.code
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+    found = PARAM.fullmatch(str(error.where))
+    param = error.where if found and found[1] in BODY else error.field
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
