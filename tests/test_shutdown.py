@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT
-from service import LONG, TIMEOUT, Service, greedy, slow_service
+from service import LONG, SLOW, TIMEOUT, Service, greedy, slow_service
 from synthetic import STACK, write_model
 
 from colibri.requests import Request
