@@ -46,6 +46,7 @@ with np.errstate(over="ignore"):
     HALVES = np.array(NUMBERS).astype(np.float16)
 COMPILED_EVERY = 20  # of the files that are taken: what config.h thinks of their shape
 HEADER, TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
+FORMS = [(0, 0, 0)] * 8 + [(1, 0, 0), (4, 32, 0), (4, 128, 1), (5, 64, 0), (5, 32, 1), (6, 128, 0), (7, 32, 0)]
 CODES = {"activation": 4, "router_kind": 4, "norm_kind": 3, "rope_kind": 4, "attention_kind": 3, "qk_norm": 3}
 # That C reads, and no build bakes in.
 STEP_FIELDS = (*FLOATS, "rope_original_positions", "window", "window_layers", "num_eos", "max_positions")
@@ -70,6 +71,10 @@ def model_fields(random):
     if not bare:
         fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": 8, "v_head_dim": 8,
                    "vocab_size": int(pick(1, 300)), "rotary_dim": int(pick(4)) * 2}
+    for name in ("expert", "dense", "embed"):
+        values = FORMS[pick(len(FORMS))]
+        fields |= {f"{name}_{field}": value for field, value in zip(("dtype", "group", "zero_points"), values)}
+        fields["compute_dtype"] = 2 if values[0] > 3 else fields["compute_dtype"]
     if fields["attention_kind"] == headers.default().constants["ATTENTION_LATENT"]:
         fields |= {"kv_lora_rank": int(pick(1, 20)), "q_lora_rank": int(pick(20))}
     if pick(2):
@@ -77,21 +82,28 @@ def model_fields(random):
     return fields
 
 
+def planned(fields, dtype, tokenizer):
+    """Returns the (header, directory) of a file whose tensors in int8 and int4 have some scale."""
+    header, directory = bin_writer.plan(fields, dtype, tokenizer)
+    directory["scale"] = [headers.has_scale(code) for code in directory["dtype"]]
+    return header, directory
+
+
 def bin_case(random):
     """Returns (the first bytes, the size) of a damaged file."""
     fields, dtype = model_fields(random), str(random.choice(["f32", "f16", "bf16"]))
     tokenizer = bytes(int(random.integers(1, 100))) if random.integers(4) == 0 else b""
-    header, directory = bin_writer.plan(fields, dtype, tokenizer)
+    header, directory = planned(fields, dtype, tokenizer)
     for _ in range(random.integers(0, 4)):
         damage_header(random, header)
     if random.integers(2) and header["num_layers"] < 100:  # a directory that agrees with the damaged header
-        with np.errstate(all="ignore"), contextlib.suppress(OverflowError, KeyError):  # KeyError: no such dtype
+        with np.errstate(all="ignore"), contextlib.suppress(OverflowError, ZeroDivisionError):  # groups of 0 columns
             changed = {name: header[name].tolist() for name in HEADER.names}
             changed |= {name: [layer for layer in range(128) if headers.in_mask(header[name], layer)]
                         for name in ("window_layers", "dense_layers")}
-            planned, directory = bin_writer.plan(changed, dtype, tokenizer)
+            agreeing, directory = planned(changed, dtype, tokenizer)
             for name in ("file_bytes", "num_tensors", "tokenizer_offset"):
-                header[name] = planned[name]
+                header[name] = agreeing[name]
     size = min(int(header["file_bytes"]), MAX_FILE_BYTES)
     for _ in range(random.integers(0, 3)):
         directory = damage_directory(random, directory)
@@ -191,9 +203,9 @@ def fuzz_bin(random, folder, counts):
     checkpoint = Checkpoint(path)
     counts["taken"] += 1
     for tensor in headers.default().tensors(checkpoint.header):
-        expected = headers.stored_elements(tensor, checkpoint.header)
-        if checkpoint.tensors[tensor.name].size != expected:
-            raise Failure(f"{tensor.name}: {checkpoint.tensors[tensor.name].size} elements, expected {expected}")
+        expected = headers.stored_bytes(tensor, checkpoint.header)
+        if checkpoint.tensors[tensor.name].nbytes != expected:
+            raise Failure(f"{tensor.name}: {checkpoint.tensors[tensor.name].nbytes} bytes, expected {expected}")
     if counts["taken"] % COMPILED_EVERY == 0:
         compile_shape(checkpoint.header)
 

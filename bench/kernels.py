@@ -29,7 +29,7 @@ from cuda.bindings import nvrtc
 
 from bench.program import ROOT, count, make_parser, run, several
 from colibri.gpu import arch, call, driver, properties
-from colibri.headers import default, stored_elements
+from colibri.headers import default, stored_bytes
 from colibri.native import Library
 from colibri.program import choice
 
@@ -132,17 +132,17 @@ class Bench:
     def random_tensor(self, tensor, header):
         """Returns random numbers: float32 of about 1; bf16 of about 0.03, one block repeated, since a copy is quicker.
         """
-        count = stored_elements(tensor, header)
+        num_bytes = stored_bytes(tensor, header)
         if tensor.type == "float":
-            return self.upload(self.rng.standard_normal(count).astype(np.float32))
+            return self.upload(self.rng.standard_normal(num_bytes // 4).astype(np.float32))
         if self.block is None:
             block = (self.rng.standard_normal(1 << 24) * 0.03).astype(np.float32).view(np.uint32) >> 16
             self.block = block.astype(np.uint16)
-        pointer, done = self.allocate(count * 2), min(count, self.block.size)
-        call("cuMemcpyHtoD", pointer, self.block.ctypes.data, done * 2)
-        while done < count:
-            size = min(done, count - done)
-            call("cuMemcpyDtoD", pointer + done * 2, pointer, size * 2)
+        pointer, done = self.allocate(num_bytes), min(num_bytes, self.block.nbytes)
+        call("cuMemcpyHtoD", pointer, self.block.ctypes.data, done)
+        while done < num_bytes:
+            size = min(done, num_bytes - done)
+            call("cuMemcpyDtoD", pointer + done, pointer, size)
             done += size
         return pointer
 

@@ -23,7 +23,7 @@ FLOATS = ("routed_scaling", "norm_eps", "rope_theta", "attention_scale", "clip_q
           "rope_long_attention_factor", "rope_dynamic_factor",
           "renormalize_min", "router_jitter", "swiglu_alpha", "swiglu_limit", "final_norm_eps", "latent_norm_eps",
           "embedding_multiplier", "residual_multiplier", "logits_multiplier")
-STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # bf16 as its bits
+STORED = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}  # bf16 as its bits; else bytes
 
 
 class Checkpoint:
@@ -36,7 +36,9 @@ class Checkpoint:
     eos:          the tokens that end a text, [2, ...]
     bos:          the token that begins a prompt even where tokenizer.json does not put it there, or None
     tokenizer:    the tokenizer.json in the file, bytes; None where there is none
-    tensors:      {"layers.0.router": flat read-only array of the stored elements, panel padding included, ...}
+    tensors:      {"layers.0.router": flat read-only array of the stored elements, panel padding included, ...}; of
+                  weights of few bits, their bytes
+    scales:       {"layers.0.qkv": 0.125, ...}, of the tensors in int8 and int4
     Raises ColibriError for whatever is wrong with the file.
     """
 
@@ -53,6 +55,7 @@ class Checkpoint:
         self.header = self._read_header()
         directory = self._read_directory()
         self._check_values()
+        self.scales = {}
         self.tensors = self._read_tensors(directory)
         self.weight_bytes = sum(view.nbytes for view in self.tensors.values())
         self._check_layout(directory)
@@ -110,9 +113,8 @@ class Checkpoint:
     def _check_values(self):
         """Checks the header's values against what a library can be built for."""
         header = self.header
-        for name, prefix in (("weight_dtype", "DTYPE"), ("activation", "ACTIVATION"), ("router_kind", "ROUTER"),
-                             ("norm_kind", "NORM"), ("rope_kind", "ROPE"), ("attention_kind", "ATTENTION"),
-                             ("qk_norm", "QK_NORM")):
+        for name, prefix in (("activation", "ACTIVATION"), ("router_kind", "ROUTER"), ("norm_kind", "NORM"),
+                             ("rope_kind", "ROPE"), ("attention_kind", "ATTENTION"), ("qk_norm", "QK_NORM")):
             codes = self._headers.codes(prefix)
             known = ", ".join(f"{code} ({kind})" for kind, code in codes.items())
             self.expect(header[name] in codes.values(), name, header[name], f"one of {known}")
@@ -184,18 +186,20 @@ class Checkpoint:
         return tensors
 
     def _view(self, tensor, entry):
-        code = headers.format_of(tensor.type, self.header)
-        names = {code: name.upper() for name, code in self._headers.codes("DTYPE").items()}
-        got = names.get(entry["dtype"].item(), entry["dtype"])
+        form = headers.form_of(tensor.type, self.header)
+        names = {code: name for name, code in self._headers.codes("DTYPE").items()}
+        kind, got = names[form.dtype].upper(), entry["dtype"].item()
+        got = names[got].upper() if got in names else got
+        scale, has_scale = entry["scale"].item(), headers.has_scale(form.dtype)
         rank, offset, size = (entry[name].item() for name in ("rank", "offset", "bytes"))
         shape = tuple(entry["shape"].tolist())
         padded = tensor.shape + (0,) * (len(shape) - len(tensor.shape))
-        stored = STORED[names[code]]
-        expected_bytes = headers.stored_elements(tensor, self.header) * stored.itemsize
+        expected_bytes = headers.stored_bytes(tensor, self.header)
         alignment = self._constants["DATA_ALIGNMENT"]
         for good, name, value, expected in (
-                (got == names[code], "dtype", got, names[code]),
-                (entry["reserved"] == 0, "reserved", entry["reserved"], 0),
+                (got == kind, "dtype", got, kind),
+                (0 < scale < math.inf if has_scale else scale == 0, "scale", scale,
+                 f"a finite number above 0 with {kind}" if has_scale else f"0 with {kind}"),
                 (rank == len(tensor.shape), "rank", rank, len(tensor.shape)),
                 (shape == padded, "shape", shape[:min(rank, len(shape))], tensor.shape),
                 (size == expected_bytes, "bytes", size, expected_bytes),
@@ -203,7 +207,9 @@ class Checkpoint:
                 (offset + size <= len(self.data), "offset", offset,
                  f"at most {len(self.data) - size} for {size} bytes in a file of {len(self.data)}")):
             self.expect(good, f"{tensor.name}: {name}", value, expected)
-        return self.data[offset:offset + size].view(stored)
+        if has_scale:
+            self.scales[tensor.name] = scale
+        return self.data[offset:offset + size].view(STORED.get(names[form.dtype], np.uint8))
 
     def _check_layout(self, directory):
         """Checks that there is no overlap, and no hole beyond what alignment needs."""

@@ -17,7 +17,7 @@ from collections import namedtuple
 import numpy as np
 
 from colibri.errors import ColibriError
-from colibri.headers import default, format_of
+from colibri.headers import default, form_of, is_few
 from colibri.weights import usable_processors
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # what the Makefile builds for
@@ -111,15 +111,17 @@ def memory_info():
 def check_weights(checkpoint):
     """Checks that the kernels can be built for a model's weights."""
     names = {code: name for name, code in default().codes("DTYPE").items()}
-    experts, dense = (names[format_of(kind, checkpoint.header)] for kind in ("expert_t", "dense_t"))
+    dtypes = {name: form_of(f"{name}_t", checkpoint.header).dtype for name in ("expert", "dense", "embed")}
     fix = "convert the model with --dtype bf16, or run it with --backend host"
-    for field, dtype in (("expert_dtype", experts), ("dense_dtype", dense)):
-        if dtype == "f32":
-            field = field if checkpoint.header[field] else "weight_dtype"
-            raise ColibriError(checkpoint.path, f"{field}=f32", "f16 or bf16 on a GPU", fix)
-    if experts != dense:
-        raise ColibriError(checkpoint.path, f"experts in {experts} and dense matrices in {dense}",
-                           "one dtype on a GPU", fix)
+    for name, dtype in dtypes.items():
+        if names[dtype] == "f32" or is_few(dtype):
+            field = f"{name}_dtype" if checkpoint.header[f"{name}_dtype"] else "weight_dtype"
+            raise ColibriError(checkpoint.path, f"{field}={names[dtype]}", "f16 or bf16 on a GPU", fix)
+    experts, dense, embedding = (names[dtype] for dtype in dtypes.values())
+    for what, dtype in (("experts", experts), ("embedding", embedding)):
+        if dtype != dense:
+            raise ColibriError(checkpoint.path, f"{what} in {dtype} and dense matrices in {dense}",
+                               "one dtype on a GPU", fix)
 
 
 def check_library(library):

@@ -18,7 +18,7 @@ import numpy as np
 from colibri.places import NATIVE
 
 SCALARS = {"char": "S1", "int32_t": "<i4", "int64_t": "<i8", "uint16_t": "<u2", "uint32_t": "<u4", "uint64_t": "<u8",
-           "float": "<f4"}
+           "float": "<f4", "double": "<f8"}
 POINTER = "<u8"
 ARGUMENTS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
              "char *": ctypes.c_char_p, "void *": ctypes.c_void_p}
@@ -26,7 +26,8 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
              ast.Mod: operator.mod, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt,
              ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.USub: operator.neg}
 
-Tensor = namedtuple("Tensor", "name type shape")  # type: "float", "expert_t" or "dense_t"; shape: 1-3 ints
+Tensor = namedtuple("Tensor", "name type shape")  # type: "float", "expert_t", "dense_t", "embed_t"; shape: 1-3 ints
+Form = namedtuple("Form", "dtype group zero_points")  # panels.h's
 Buffer = namedtuple("Buffer", "name dtype rows columns")
 Function = namedtuple("Function", "restype argtypes")
 
@@ -52,7 +53,7 @@ class Headers:
         cuda_version has no macro."""
         names = "format.h", "panels.h", "config.h", "model.h", "cache.h", "colibri.h"
         sources = {name: _read(name) for name in names}
-        text = "\n".join(sources.values())
+        text = _expanded("\n".join(sources.values()))
         self.tables = {name: _rows(row, body)
                        for name, row, body in re.findall(r"^#define (\w+)\(([A-Z])\) (.*)$", text, re.MULTILINE)}
         self.macros = dict(map(_columns, self.tables["CONFIG_FIELDS"]))
@@ -144,9 +145,9 @@ class Headers:
     def _fields(self, line):
         """Returns a struct's line as (name, dtype) or (name, dtype, (length,)); a table is one such line an entry."""
         if table := re.match(r"\s*(\w+)\((\w+)\)", line):
-            member = self._members[table[2]]
+            member, _, suffix = self._members[table[2]].partition("##")
             dtype = POINTER if "*" in member else SCALARS[member.split()[0]]
-            return [(_columns(row)[0], dtype) for row in self.tables[table[1]]]
+            return [(_columns(row)[0] + suffix, dtype) for row in self.tables[table[1]]]
         field = re.match(r"\s*(?:const )?(?:struct )?(\w+) (\*?)(\w+)(?:\[(.+)\])?;", line)
         if not field:
             return []
@@ -164,12 +165,33 @@ def default():
     return Headers()
 
 
-def format_of(kind, header):
-    """Returns the DTYPE code of a Tensor's elements, by its type. header: a mapping with BinHeader's fields."""
+def form_of(kind, header):
+    """Returns the Form in which a Tensor is stored, by its type. header: a mapping with BinHeader's fields."""
     if kind == "float":
-        return default().constants["DTYPE_F32"]
-    own = int(header[kind.removesuffix("_t") + "_dtype"])
-    return own - 1 if own else int(header["weight_dtype"])
+        return Form(default().constants["DTYPE_F32"], 0, 0)
+    name = kind.removesuffix("_t")
+    dtype, group, zero_points = (int(header[f"{name}_{field}"]) for field in ("dtype", "group", "zero_points"))
+    if dtype:
+        return Form(dtype - 1, group, zero_points)
+    return form_of("dense_t", header) if name == "embed" else Form(int(header["weight_dtype"]), 0, 0)
+
+
+def is_few(dtype):
+    """Returns whether weights of a DTYPE code are of few bits, in groups that share a scale."""
+    return dtype >= default().constants["NUM_WIDE_DTYPES"]
+
+
+def has_scale(dtype):
+    """Returns whether a tensor of a DTYPE code has a scale of its own, BinTensor's."""
+    return dtype in (default().constants["DTYPE_INT8"], default().constants["DTYPE_INT4"])
+
+
+def panel_values(form, columns):
+    """Returns PANEL_VALUES by name, for a matrix of so many columns."""
+    names = {**form._asdict(), "columns": columns}
+    for name, expression in map(_columns, default().tables["PANEL_VALUES"]):
+        names[name] = evaluate(expression, {**default().constants, **names})
+    return names
 
 
 def is_gated(name, header):
@@ -185,12 +207,14 @@ def stored_rows(rows, gated):
     return panel * -(-rows // panel)
 
 
-def stored_elements(tensor, header):
-    """Returns how many elements a Tensor takes in the file, panel padding included."""
+def stored_bytes(tensor, header):
+    """Returns how many bytes a Tensor takes in the file, panel padding included."""
+    form = form_of(tensor.type, header)
     if len(tensor.shape) == 1:
-        return tensor.shape[0]
+        return tensor.shape[0] * panel_values(form, 1)["element_bytes"]
     *experts, rows, columns = tensor.shape
-    return math.prod(experts) * stored_rows(rows, is_gated(tensor.name, header)) * columns
+    panels = math.prod(experts) * stored_rows(rows, is_gated(tensor.name, header)) // default().constants["PANEL_ROWS"]
+    return panels * panel_values(form, columns)["panel_bytes"]
 
 
 def mask(layers):
@@ -237,6 +261,12 @@ def _evaluate(node, names):
 def _read(name):
     text = re.sub(r"/\*.*?\*/", "", (NATIVE / name).read_text(), flags=re.DOTALL)
     return re.sub(r"\\\n", " ", text)
+
+
+def _expanded(text):
+    """Returns the headers' text with FORM_RULES in the place of each of its calls, for the name that is given there."""
+    body = re.search(r"^#define FORM_RULES\(R, name\) (.*)$", text, re.MULTILINE)[1]
+    return re.sub(r"FORM_RULES\(R, (?!name)(\w+)\)", lambda call: body.replace("name##", call[1]), text)
 
 
 def _rows(name, body):

@@ -140,19 +140,20 @@ def needs_gpu(option, given, why=""):
 
 
 def pointers(checkpoint, addresses, structs):
-    """struct Weights and struct Layer[num_layers] as structured arrays of addresses; absent tensors are NULL.
+    """struct Weights and struct Layer[num_layers] as structured arrays of addresses and scales; absent tensors are NULL.
 
     structs: numpy dtypes by name (Headers.structs). Keep both arrays for as long as the model is in use.
     """
+    values = {**addresses, **{f"{name}_scale": scale for name, scale in checkpoint.scales.items()}}
     layers = np.zeros(checkpoint.header["num_layers"], structs["Layer"])
     for index, layer in enumerate(layers):
         for name in layer.dtype.names:
-            layer[name] = addresses.get(f"layers.{index}.{name}", 0)
+            layer[name] = values.get(f"layers.{index}.{name}", 0)
     weights = np.zeros(1, structs["Weights"])
     for name in weights.dtype.names:
-        weights[name] = addresses.get(name, 0)
+        weights[name] = values.get(name, 0)
     if checkpoint.header["tied_embeddings"]:
-        weights["lm_head"] = weights["embed"]
+        weights["lm_head"], weights["lm_head_scale"] = weights["embed"], weights["embed_scale"]
     weights["layers"] = layers.ctypes.data
     return weights, layers
 

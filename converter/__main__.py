@@ -159,7 +159,7 @@ def convert(options):
         return v1.convert(family, fields, bound, options)
     if options.layer is not None:
         raise ColibriError("--layer", options.layer, "only with --format v1", "drop it")
-    kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(
+    kinds = {tensor.name: tensor.type.replace("embed_t", "dense_t") for tensor in headers.default().tensors(
         {**fields, "dense_layers": headers.mask(fields["dense_layers"])})}
     dtypes = {kind: _dtype(options.dtype, bound.sources, kinds, kind, options.checkpoint)
               for kind in ("expert_t", "dense_t")}

@@ -12,7 +12,6 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.interleave import NUMPY_DTYPES
 from converter.mapped import check_sizes
 
 MAGIC = b"COLI"
@@ -32,15 +31,14 @@ def plan(fields, dtype, tokenizer=b""):
     for name in BIN_HEADER.names:
         header[name] = headers.mask(fields[name]) if name in ("window_layers", "dense_layers") else fields[name]
     header["weight_dtype"] = codes[dtype]
-    names = {code: name for name, code in codes.items()}
     tensors = headers.default().tensors(header)
     directory = np.zeros(len(tensors), BIN_TENSOR)
     offset = _aligned(BIN_HEADER.itemsize + directory.nbytes)
     for entry, tensor in zip(directory, tensors):
-        kind = names[headers.format_of(tensor.type, header)]
-        entry["name"], entry["dtype"], entry["rank"] = tensor.name.encode(), codes[kind], len(tensor.shape)
+        entry["name"], entry["rank"] = tensor.name.encode(), len(tensor.shape)
+        entry["dtype"] = headers.form_of(tensor.type, header).dtype
         entry["shape"][:len(tensor.shape)] = tensor.shape
-        size = headers.stored_elements(tensor, fields) * NUMPY_DTYPES[kind].itemsize
+        size = headers.stored_bytes(tensor, header)
         entry["offset"], entry["bytes"] = offset, size
         offset = _aligned(offset + size)
     if tokenizer:

@@ -42,6 +42,27 @@
 #ifndef COMPUTE_DTYPE
 #define COMPUTE_DTYPE 0
 #endif
+#ifndef EMBED_DTYPE
+#define EMBED_DTYPE 0 /* as the dense matrices */
+#endif
+#ifndef EXPERT_GROUP
+#define EXPERT_GROUP 0
+#endif
+#ifndef DENSE_GROUP
+#define DENSE_GROUP 0
+#endif
+#ifndef EMBED_GROUP
+#define EMBED_GROUP 0
+#endif
+#ifndef EXPERT_ZERO_POINTS
+#define EXPERT_ZERO_POINTS 0
+#endif
+#ifndef DENSE_ZERO_POINTS
+#define DENSE_ZERO_POINTS 0
+#endif
+#ifndef EMBED_ZERO_POINTS
+#define EMBED_ZERO_POINTS 0
+#endif
 #ifndef ACTIVATION
 #define ACTIVATION ACTIVATION_SILU
 #endif
@@ -134,9 +155,15 @@
 #define HAS_RESIDUAL (NUM_HEADS > 0) /* a bare stack's layer writes over its input */
 #define MLP_FFN (DENSE_FFN > SHARED_FFN ? DENSE_FFN : SHARED_FFN)
 
-/* DTYPE codes of the experts' matrices, of all others, and of operands and caches beside weights of few bits. */
+/* DTYPE codes of the experts' matrices, of the embedding's and all others, and of operands and caches beside weights of
+ * few bits. */
 #define EXPERT_FORMAT (EXPERT_DTYPE ? EXPERT_DTYPE - 1 : WEIGHT_DTYPE)
 #define DENSE_FORMAT (DENSE_DTYPE ? DENSE_DTYPE - 1 : WEIGHT_DTYPE)
+#define EMBED_FORMAT (EMBED_DTYPE ? EMBED_DTYPE - 1 : DENSE_FORMAT)
+#define EXPERT_FORM ((Form){EXPERT_FORMAT, EXPERT_GROUP, EXPERT_ZERO_POINTS})
+#define DENSE_FORM ((Form){DENSE_FORMAT, DENSE_GROUP, DENSE_ZERO_POINTS})
+#define EMBED_FORM \
+    ((Form){EMBED_FORMAT, EMBED_DTYPE ? EMBED_GROUP : DENSE_GROUP, EMBED_DTYPE ? EMBED_ZERO_POINTS : DENSE_ZERO_POINTS})
 #define COMPUTE_FORMAT (COMPUTE_DTYPE ? COMPUTE_DTYPE - 1 : WEIGHT_DTYPE)
 
 /* Every value that is baked in: struct Config's field, which is the header's up to interleave_rows and the library's
@@ -154,6 +181,13 @@
     F(expert_dtype, EXPERT_DTYPE) \
     F(dense_dtype, DENSE_DTYPE) \
     F(compute_dtype, COMPUTE_DTYPE) \
+    F(embed_dtype, EMBED_DTYPE) \
+    F(expert_group, EXPERT_GROUP) \
+    F(dense_group, DENSE_GROUP) \
+    F(embed_group, EMBED_GROUP) \
+    F(expert_zero_points, EXPERT_ZERO_POINTS) \
+    F(dense_zero_points, DENSE_ZERO_POINTS) \
+    F(embed_zero_points, EMBED_ZERO_POINTS) \
     F(activation, ACTIVATION) \
     F(gated, GATED) \
     F(router_kind, ROUTER_KIND) \

@@ -16,11 +16,17 @@
 #define MAX_K 16
 #define MAX_HEAD_DIM 512
 
-/* weight_dtype, BinTensor.dtype; expert_dtype, dense_dtype and compute_dtype have 1 more, and 0 for weight_dtype */
+/* weight_dtype, BinTensor.dtype; expert_dtype, dense_dtype, embed_dtype and compute_dtype have 1 more, and 0 for what
+ * their lines below say */
 #define DTYPE_F32 0
 #define DTYPE_F16 1
 #define DTYPE_BF16 2
-#define NUM_DTYPES 3
+#define NUM_WIDE_DTYPES 3 /* each weight by itself; from here on weights of few bits, in groups that share a scale */
+#define DTYPE_INT8 3
+#define DTYPE_INT4 4
+#define DTYPE_FP8 5       /* e4m3 */
+#define DTYPE_MXFP4 6     /* e2m1, scales in e8m0 */
+#define NUM_DTYPES 7
 
 /* activation */
 #define ACTIVATION_SILU 0
@@ -74,7 +80,7 @@ typedef struct BinHeader {
     uint32_t head_dim;
     uint32_t vocab_size;        /* 0: hidden states in, hidden states out */
     uint32_t max_positions;     /* positions the model was trained for; 0: no limit of its own */
-    uint32_t weight_dtype;      /* of matrices; routers and vectors are F32; see expert_dtype, dense_dtype */
+    uint32_t weight_dtype;      /* F32, F16 or BF16, of matrices; routers and vectors are F32; see expert_dtype */
     uint32_t activation;
     uint32_t gated;             /* 1: down(activation(gate x) * up x); 0: down(activation(up x)) */
     uint32_t router_kind;
@@ -134,7 +140,14 @@ typedef struct BinHeader {
     uint32_t expert_dtype;      /* of the experts' matrices: 0 weight_dtype, else a DTYPE code + 1 */
     uint32_t dense_dtype;       /* of every other matrix, likewise */
     uint32_t compute_dtype;     /* 16 bits, of operands and caches beside weights of few bits; likewise */
-    uint32_t reserved[34];      /* 0 */
+    uint32_t embed_dtype;       /* of embed and lm_head: 0 as the dense matrices in all, else a DTYPE code + 1 */
+    uint32_t expert_group;      /* columns of a row that share a scale, with an expert_dtype of few bits; else 0 */
+    uint32_t dense_group;       /* with dense_dtype, likewise */
+    uint32_t embed_group;       /* with embed_dtype, likewise */
+    uint32_t expert_zero_points; /* 1: each row of a group has a zero point, in INT8 and INT4; 0: they are 128 and 8 */
+    uint32_t dense_zero_points;
+    uint32_t embed_zero_points;
+    uint32_t reserved[27];      /* 0 */
 } BinHeader;                    /* 512 bytes */
 
 typedef struct BinTensor {
@@ -142,7 +155,7 @@ typedef struct BinTensor {
     uint32_t dtype;
     uint32_t rank;              /* 1: a plain vector; 2, 3: panels */
     uint32_t crc32;             /* CRC-32 of the data as stored, panel padding included */
-    uint32_t reserved;          /* 0 */
+    float scale;                /* INT8, INT4: of every weight, on top of its group's; else 0 */
     uint64_t shape[MAX_RANK];   /* [length], [rows, columns] or [num_experts, rows, columns]; the rest 0 */
     uint64_t offset;            /* from the start of the file; a multiple of DATA_ALIGNMENT */
     uint64_t bytes;             /* stored bytes, panel padding included */
@@ -151,16 +164,16 @@ typedef struct BinTensor {
 /* A matrix [rows, columns] is stored in panels, as in panels.h.
  *
  * T(name, type, experts, rows, columns): a tensor with a zero dimension is not in the file; experts 0 means a plain
- * matrix, columns 0 a vector. The expressions are in the header's fields. expert_t has expert_dtype, dense_t
- * dense_dtype, float F32.
+ * matrix, columns 0 a vector. The expressions are in the header's fields. expert_t has expert_dtype, expert_group and
+ * expert_zero_points, dense_t and embed_t likewise, float F32.
  * In a gated experts_up, and in mlp_up, gate and up rows alternate in groups of GATE_GROUP, and both are filled up with
  * zero rows to a multiple of it: stored rows are 2 * GATE_GROUP * ceil(ffn / GATE_GROUP), then whole panels; the shape
  * in the directory stays [num_experts, 2 * ffn, hidden]. */
 #define MODEL_TENSORS(T) \
-    T(embed,            dense_t,  0, vocab_size, hidden) \
+    T(embed,            embed_t,  0, vocab_size, hidden) \
     T(final_norm,       float,    0, hidden * (vocab_size > 0), 0) \
     T(final_norm_bias,  float,    0, hidden * norm_bias, 0) \
-    T(lm_head,          dense_t,  0, vocab_size * (1 - tied_embeddings), hidden) \
+    T(lm_head,          embed_t,  0, vocab_size * (1 - tied_embeddings), hidden) \
     T(lm_head_bias,     float,    0, vocab_size * lm_head_bias, 0) \
     T(rope_frequencies, float,    0, rotary_dim / 2, 0) \
     T(rope_long_frequencies, float, 0, (rope_kind == 2) * (rotary_dim / 2), 0)
@@ -212,6 +225,19 @@ typedef struct BinTensor {
     T(experts_down_bias,     float,    0, num_experts * hidden * expert_bias * moe, 0) \
     T(ffn_out_bias,          float,    0, hidden * ffn_out_bias, 0)
 
+/* What MODEL_RULES say of the experts', the dense and the embedding matrices: of name_dtype, name_group and
+ * name_zero_points. */
+#define FORM_RULES(R, name) \
+    R(name##_dtype, name##_dtype <= NUM_DTYPES, \
+      "0, 1 (f32), 2 (f16), 3 (bf16), 4 (int8), 5 (int4), 6 (fp8) or 7 (mxfp4)") \
+    R(name##_group, name##_dtype > NUM_WIDE_DTYPES || name##_group == 0, "0 without weights of few bits") \
+    R(name##_group, (name##_dtype != DTYPE_INT8 + 1 && name##_dtype != DTYPE_INT4 + 1) || \
+      name##_group == 32 || name##_group == 64 || name##_group == 128, "32, 64 or 128 with int8 and int4") \
+    R(name##_group, name##_dtype != DTYPE_FP8 + 1 || name##_group == 128, "128 with fp8") \
+    R(name##_group, name##_dtype != DTYPE_MXFP4 + 1 || name##_group == 32, "32 with mxfp4") \
+    R(name##_zero_points, name##_zero_points == 0 || (name##_zero_points == 1 && \
+      (name##_dtype == DTYPE_INT8 + 1 || name##_dtype == DTYPE_INT4 + 1)), "0, or 1 with int8 and int4")
+
 /* What every model keeps to, in the header's fields. R(field, condition, words): the condition is true, else an error
  * reads field=got, expected words, with the value of each {name}. config.h asserts the list of what is baked in, Python
  * evaluates it for files and configs: && and || go from left to right, so that none divides by zero. nvcc refuses even
@@ -246,10 +272,14 @@ typedef struct BinTensor {
       "num_heads={num_heads} with a latent") \
     R(num_heads, attention_kind != ATTENTION_MOA || num_heads == k * num_kv_heads, \
       "k * num_kv_heads, with k={k} and num_kv_heads={num_kv_heads}, with experts of attention") \
-    R(expert_dtype, expert_dtype <= NUM_DTYPES, "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)") \
-    R(dense_dtype, dense_dtype <= NUM_DTYPES, "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)") \
+    R(weight_dtype, weight_dtype < NUM_WIDE_DTYPES, "0 (f32), 1 (f16) or 2 (bf16)") \
+    FORM_RULES(R, expert) \
+    FORM_RULES(R, dense) \
+    FORM_RULES(R, embed) \
     R(compute_dtype, compute_dtype == 0 || compute_dtype == DTYPE_F16 + 1 || compute_dtype == DTYPE_BF16 + 1, \
       "0 (weight_dtype), 2 (f16) or 3 (bf16)") \
+    R(compute_dtype, compute_dtype != 0 || (expert_dtype <= NUM_WIDE_DTYPES && dense_dtype <= NUM_WIDE_DTYPES && \
+      embed_dtype <= NUM_WIDE_DTYPES), "2 (f16) or 3 (bf16) with weights of few bits") \
     R(gated, gated == 1 || (dense_ffn == 0 && shared_ffn == 0), "1 with dense_ffn or shared_ffn")
 
 #endif

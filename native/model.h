@@ -12,15 +12,19 @@
 /* A matrix as it is stored: panels.h says how. */
 typedef void expert_t;
 typedef void dense_t;
+typedef void embed_t;
 
 #define TENSOR_POINTER(name, type, experts, rows, columns) const type *name;
+#define TENSOR_SCALE(name, type, experts, rows, columns) double name##_scale;
 
 typedef struct Layer {
     LAYER_TENSORS(TENSOR_POINTER) /* shapes: format.h; NULL where a dimension is 0 */
+    LAYER_TENSORS(TENSOR_SCALE)   /* BinTensor.scale, qkv_scale of qkv */
 } Layer;
 
 typedef struct Weights {
     MODEL_TENSORS(TENSOR_POINTER)
+    MODEL_TENSORS(TENSOR_SCALE)
     const Layer *layers; /* (num_layers), in host memory for both backends */
 } Weights;
 

@@ -23,6 +23,8 @@ SILU, GELU, RELU, CLAMPED_SWIGLU = (CONSTANTS[f"ACTIVATION_{name}"]
 SOFTMAX, TOPK_SOFTMAX, SIGMOID, SPARSEMIXER = (CONSTANTS[f"ROUTER_{name}"]
                                                for name in ("SOFTMAX", "TOPK_SOFTMAX", "SIGMOID", "SPARSEMIXER"))
 
+FORM_FIELDS = [f"{matrices}_{field}" for matrices in ("expert", "dense", "embed")
+               for field in ("dtype", "group", "zero_points")]
 erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
@@ -284,14 +286,14 @@ def interleave_gate(gate, up):
 def random_model(rng, **config):
     """A model of random weights that its dtypes hold exactly, as float32; config: BinHeader's fields."""
     model = {**fields(num_layers=1, num_experts=4, k=2, hidden=64, ffn=32, num_heads=0, num_kv_heads=0, head_dim=0,
-                    vocab_size=0, weight_dtype=F16, expert_dtype=0, dense_dtype=0, activation=SILU, gated=1,
+                    vocab_size=0, weight_dtype=F16, activation=SILU, gated=1,
                     router_kind=SOFTMAX, router_bias=0, renormalize=1, num_groups=1, topk_groups=1, routed_scaling=1.0,
                     renormalize_min=0.0, router_logit_bias=0, expert_bias=0, swiglu_alpha=1.75,
                     swiglu_limit=1.5, norm_kind=1, norm_eps=1e-5, rope_kind=1, rope_theta=10000.0, tied_embeddings=0),
-             **config}
+             **dict.fromkeys(FORM_FIELDS, 0), **config}
     model = neutral(model)
     hidden, ffn, experts = model["hidden"], model["ffn"], model["num_experts"]
-    dense, expert = (headers.format_of(kind, model) for kind in ("dense_t", "expert_t"))
+    dense, expert = (headers.form_of(kind, model).dtype for kind in ("dense_t", "expert_t"))
 
     def matrix(*shape, dtype=dense):
         return round_to(rng.standard_normal(shape) / math.sqrt(shape[-1]), dtype)
@@ -327,7 +329,7 @@ def as_float64(model):
 
 def stored_tensors(model):
     """{name in the file: array as stored}: panels, bits, interleaved gate rows."""
-    dtype, expert = (headers.format_of(kind, model) for kind in ("dense_t", "expert_t"))
+    dtype, expert = (headers.form_of(kind, model).dtype for kind in ("dense_t", "expert_t"))
     tensors = {}
     if model["num_heads"]:
         tensors["rope_frequencies"] = frequencies(model["rotary_dim"], model["rope_theta"])

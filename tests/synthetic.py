@@ -4,16 +4,18 @@ import zlib
 
 import numpy as np
 import reference
+import reference_formats
 
 from colibri import headers
 from colibri.checkpoint import STORED
-from colibri.headers import stored_elements
+from colibri.headers import stored_bytes
 
 DENSE = {"version": 2, "num_experts": 8, "k": 2, "num_layers": 2, "hidden": 64, "ffn": 40, "num_heads": 4,
          "num_kv_heads": 2, "head_dim": 16, "vocab_size": 256, "max_positions": 128, "weight_dtype": 1, "activation": 0,
          "gated": 1, "router_kind": 0, "router_bias": 0, "renormalize": 1, "num_groups": 1, "topk_groups": 1,
          "routed_scaling": 1.0, "norm_kind": 1, "norm_eps": 1e-5, "rope_kind": 1, "rope_theta": 10000.0,
          "tied_embeddings": 0, "interleave_rows": 64}
+SCALE = 1.5  # of tensors in int8 and int4
 STACK = {**DENSE, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "vocab_size": 0, "max_positions": 0, "norm_kind": 0,
          "rope_kind": 0, "norm_eps": 0.0, "rope_theta": 0.0}
 
@@ -33,7 +35,8 @@ def write_model(path, shape=DENSE, seed=0, **changes):
             offset = -(-offset // constants["DATA_ALIGNMENT"]) * constants["DATA_ALIGNMENT"]
             data = _random(tensor, shape, generator)
             entry["name"], entry["rank"], entry["offset"] = tensor.name.encode(), len(tensor.shape), offset
-            entry["dtype"] = headers.format_of(tensor.type, shape)
+            entry["dtype"] = headers.form_of(tensor.type, shape).dtype
+            entry["scale"] = SCALE * headers.has_scale(entry["dtype"])
             entry["bytes"], entry["crc32"] = data.nbytes, zlib.crc32(data)
             entry["shape"][:len(tensor.shape)] = tensor.shape
             file.seek(offset)
@@ -56,7 +59,14 @@ def seal(start):
 
 
 def _random(tensor, shape, generator):
-    count = stored_elements(tensor, shape)
+    form = headers.form_of(tensor.type, shape)
+    if headers.is_few(form.dtype):
+        *experts, rows, columns = tensor.shape
+        rows = headers.stored_rows(rows, headers.is_gated(tensor.name, shape))
+        return reference_formats.pack(form, *reference_formats.random_matrix(generator, form, *experts, rows, columns))
+    names = {code: name for name, code in headers.default().codes("DTYPE").items()}
+    stored = STORED[names[form.dtype]]
+    count = stored_bytes(tensor, shape) // stored.itemsize
     if tensor.name == "rope_frequencies":
         return reference.frequencies(shape["rotary_dim"], shape["rope_theta"])
     if tensor.name == "rope_long_frequencies":
@@ -64,6 +74,4 @@ def _random(tensor, shape, generator):
     if len(tensor.shape) == 1:
         return 1 + generator.standard_normal(count, dtype=np.float32) / 4
     values = generator.standard_normal(count, dtype=np.float32) / np.float32(np.sqrt(tensor.shape[-1]))
-    names = {code: name.upper() for name, code in headers.default().codes("DTYPE").items()}
-    stored = STORED[names[headers.format_of(tensor.type, shape)]]
     return (values.view(np.uint32) >> 16).astype(np.uint16) if stored == np.uint16 else values.astype(stored)

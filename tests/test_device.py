@@ -176,7 +176,11 @@ def f32_model(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtypes, got", [
     ({"expert_dtype": 1}, "expert_dtype=f32, expected f16 or bf16 on a GPU"),
     ({"dense_dtype": 1}, "dense_dtype=f32, expected f16 or bf16 on a GPU"),
-    ({"dense_dtype": 3}, "experts in f16 and dense matrices in bf16, expected one dtype on a GPU")])
+    ({"dense_dtype": 3}, "experts in f16 and dense matrices in bf16, expected one dtype on a GPU"),
+    ({"embed_dtype": 3}, "embedding in bf16 and dense matrices in f16, expected one dtype on a GPU"),
+    ({"expert_dtype": 5, "expert_group": 64, "compute_dtype": 2}, "expert_dtype=int4, expected f16 or bf16 on a GPU"),
+    ({"dense_dtype": 6, "dense_group": 128, "compute_dtype": 3}, "dense_dtype=fp8, expected f16 or bf16 on a GPU"),
+    ({"embed_dtype": 4, "embed_group": 32, "compute_dtype": 2}, "embed_dtype=int8, expected f16 or bf16 on a GPU")])
 def test_dtypes_that_the_gpu_lacks_are_refused(use, tmp_path, dtypes, got):
     use(Driver())
     path = write_model(tmp_path / "mixed.bin", **dtypes)

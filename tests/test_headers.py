@@ -74,7 +74,7 @@ def test_tensors_of_a_transformer():
                    num_experts=5, gated=1, tied_embeddings=1, router_bias=1)
     tensors = {tensor.name: (tensor.type, tensor.shape) for tensor in headers.default().tensors(model)}
     assert "lm_head" not in tensors
-    assert tensors["embed"] == ("dense_t", (11, 10))
+    assert tensors["embed"] == ("embed_t", (11, 10))
     assert tensors["layers.1.qkv"] == ("dense_t", (24, 10))
     assert tensors["layers.1.attention_out"] == ("dense_t", (10, 12))
     assert tensors["layers.0.router"] == ("float", (5, 10))
@@ -127,6 +127,15 @@ def test_codes_and_functions():
 
 LATENT = {"attention_kind": 1, "num_kv_heads": 8, "kv_lora_rank": 7, "rotary_dim": 8, "v_head_dim": 12}
 MOA = {"attention_kind": 2, "num_heads": 6, "num_kv_heads": 3}
+BROKEN_FORMS = [
+    ({"dtype": 8}, "dtype", "0, 1 (f32), 2 (f16), 3 (bf16), 4 (int8), 5 (int4), 6 (fp8) or 7 (mxfp4)"),
+    ({"group": 32}, "group", "0 without weights of few bits"),
+    ({"dtype": 3, "group": 64}, "group", "0 without weights of few bits"),
+    ({"dtype": 4, "group": 16}, "group", "32, 64 or 128 with int8 and int4"),
+    ({"dtype": 5}, "group", "32, 64 or 128 with int8 and int4"),
+    ({"dtype": 6, "group": 64}, "group", "128 with fp8"), ({"dtype": 7, "group": 64}, "group", "32 with mxfp4"),
+    ({"dtype": 6, "group": 128, "zero_points": 1}, "zero_points", "0, or 1 with int8 and int4"),
+    ({"dtype": 5, "group": 32, "zero_points": 2}, "zero_points", "0, or 1 with int8 and int4")]
 BROKEN = [  # of config.h's defaults: 32 experts, k=2, 8 heads of 16, 4 kv heads
     ({"num_experts": 257}, "num_experts", "1 to 256"), ({"num_experts": 0}, "num_experts", "1 to 256"),
     ({"k": 33}, "k", "1 to 16, and at most num_experts=32"), ({"num_experts": 1}, "k", "1 to 16, and at most num_exp"),
@@ -151,9 +160,15 @@ BROKEN = [  # of config.h's defaults: 32 experts, k=2, 8 heads of 16, 4 kv heads
     ({"q_lora_rank": 3}, "q_lora_rank", "0 without a latent"),
     ({**LATENT, "num_kv_heads": 4}, "num_kv_heads", "num_heads=8 with a latent"),
     ({**MOA, "num_heads": 3}, "num_heads", "k * num_kv_heads, with k=2 and num_kv_heads=3, with experts of attention"),
-    ({"expert_dtype": 4}, "expert_dtype", "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)"),
-    ({"dense_dtype": 4}, "dense_dtype", "0 (weight_dtype), 1 (f32), 2 (f16) or 3 (bf16)"),
+    ({"weight_dtype": 3}, "weight_dtype", "0 (f32), 1 (f16) or 2 (bf16)"),
+    *(({f"{name}_{field}": value for field, value in values.items()}, f"{name}_{field}", words)
+      for name in ("expert", "dense", "embed") for values, field, words in BROKEN_FORMS),
     ({"compute_dtype": 1}, "compute_dtype", "0 (weight_dtype), 2 (f16) or 3 (bf16)"),
+    *(({f"{name}_dtype": 4, f"{name}_group": 32}, "compute_dtype", "2 (f16) or 3 (bf16) with weights of few bits")
+      for name in ("expert", "dense", "embed")),
+    ({"expert_dtype": 5, "expert_group": 128, "dense_dtype": 4, "dense_group": 64, "dense_zero_points": 1,
+      "embed_dtype": 2, "compute_dtype": 3}, None, None),
+    ({"expert_dtype": 7, "expert_group": 32, "dense_dtype": 6, "dense_group": 128, "compute_dtype": 3}, None, None),
     ({"dense_ffn": 8, "gated": 0}, "gated", "1 with dense_ffn or shared_ffn"),
     ({"shared_ffn": 8, "gated": 0}, "gated", "1 with dense_ffn or shared_ffn"),
     ({}, None, None), (LATENT, None, None), ({**LATENT, "q_lora_rank": 3}, None, None), (MOA, None, None),

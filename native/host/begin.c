@@ -53,10 +53,10 @@ int host_embed(Model *m, int num_tokens, int layer) {
     for (int t = 0; NUM_HEADS && t < num_tokens; t++) {
         int token = m->batch->tokens[t];
         const char *panel = (const char *)m->weights.embed +
-                            panel_offset(DENSE_FORMAT, HIDDEN, 1, token / PANEL_ROWS, 0);
+                            panel_offset(EMBED_FORM, HIDDEN, 1, token / PANEL_ROWS, 0);
         for (int i = 0; i < HIDDEN; i++)
             m->state.x[(int64_t)t * HIDDEN + i] = m->header.embedding_multiplier *
-                to_float(panel + element_offset(DENSE_FORMAT, i, token % PANEL_ROWS), DENSE_FORMAT);
+                to_float(panel + element_offset(EMBED_FORMAT, i, token % PANEL_ROWS), EMBED_FORMAT);
     }
     return 0;
 }

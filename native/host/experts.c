@@ -2,7 +2,7 @@
 #include "host.h"
 
 Product host_grouped(const Model *m) {
-    return (Product){.format = EXPERT_FORMAT, .num_stored = NUM_EXPERTS, .num_active = *m->state.num_active,
+    return (Product){.form = EXPERT_FORM, .num_stored = NUM_EXPERTS, .num_active = *m->state.num_active,
                      .active = m->state.active_experts, .offsets = m->state.expert_offsets,
                      .assignments = m->state.assignments, .item_rows = PANEL_ROWS, .item_outputs = PANEL_ROWS,
                      .scale = 1};

@@ -60,7 +60,7 @@ void parallel_for(int num_threads, long items, double cost, void (*run)(const vo
 /* A product over panels: rows of `input` times the matrices of the experts they are assigned to. */
 typedef struct Product {
     const void *panels;         /* a matrix as panels.h says */
-    int format;                 /* of the panels: a DTYPE code */
+    Form form;                  /* of the panels */
     const float *input;         /* (*, columns) */
     float *output;              /* (*, outputs) */
     int columns;

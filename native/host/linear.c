@@ -44,8 +44,8 @@ static Work work_of(const Items *items, long item) {
     int num_chunks = CEIL_DIV(num_rows, TOKEN_CHUNK), place = p->place ? p->place[expert] : expert;
     int part = (int)((item - items->first[active]) / num_chunks), chunk = (item - items->first[active]) % num_chunks;
     int parts = PANEL_ROWS / p->item_rows, left = p->outputs - part * p->item_outputs;
-    int64_t offset = panel_offset(p->format, p->columns, p->num_stored, part / parts, place) +
-                     element_offset(p->format, 0, part % parts * p->item_rows);
+    int64_t offset = panel_offset(p->form, p->columns, p->num_stored, part / parts, place);
+    if (part % parts) offset += element_offset(p->form.dtype, 0, part % parts * p->item_rows);
     return (Work){.panel = (const char *)p->panels + offset, .place = place, .first_output = part * p->item_outputs,
                   .num_outputs = left < p->item_outputs ? left : p->item_outputs,
                   .from = begin + (int)((int64_t)num_rows * chunk / num_chunks),
@@ -66,7 +66,7 @@ static void run_item(const void *job, long item) {
         int row = p->assignments ? p->assignments[work.from + i] : work.from + i;
         in[i] = p->input + (int64_t)(row / p->input_divisor) * stride;
     }
-    items->kernels->product[p->format](
+    items->kernels->product[p->form.dtype](
         work.panel, p->columns, p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs, num_rows, in, sums, next);
     for (int i = 0; i < num_rows; i++) {
         if (p->bias) add_bias(p, work.place, work.first_output, sums[i]);
@@ -102,7 +102,7 @@ void host_dense(const Model *m, int num_rows, Product p) {
 int host_qkv(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     host_dense(m, num_tokens, (Product){
-        .panels = weights->qkv, .format = DENSE_FORMAT, .input = m->state.normed, .output = m->state.qkv, .columns =
+        .panels = weights->qkv, .form = DENSE_FORM, .input = m->state.normed, .output = m->state.qkv, .columns =
         HIDDEN, .outputs = QKV_ROWS, .bias = weights->qkv_bias, .scale = 1});
     return 0;
 }
@@ -111,7 +111,7 @@ int host_qkv(Model *m, int num_tokens, int layer) {
 int host_attention_out(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     host_dense(m, num_tokens, (Product){
-        .panels = weights->attention_out, .format = DENSE_FORMAT, .input = m->state.attention, .output = m->state.x,
+        .panels = weights->attention_out, .form = DENSE_FORM, .input = m->state.attention, .output = m->state.x,
         .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = weights->attention_out_bias, .scale =
         m->header.residual_multiplier, .epilogue = ADD});
     return 0;
@@ -121,7 +121,7 @@ int host_attention_out(Model *m, int num_tokens, int layer) {
 int host_lm_head(Model *m, int num_logits, int layer) {
     (void)layer;
     host_dense(m, num_logits, (Product){
-        .panels = m->header.tied_embeddings ? m->weights.embed : m->weights.lm_head, .format = DENSE_FORMAT, .input =
+        .panels = m->header.tied_embeddings ? m->weights.embed : m->weights.lm_head, .form = EMBED_FORM, .input =
         m->state.normed, .output = m->state.logits, .columns = HIDDEN, .outputs = VOCAB_SIZE, .bias =
         m->weights.lm_head_bias, .scale = m->header.logits_multiplier});
     return 0;
