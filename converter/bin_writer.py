@@ -20,17 +20,15 @@ BATCH_BYTES = 4 << 20
 BIN_HEADER, BIN_TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
 
 
-def plan(fields, dtype, tokenizer=b""):
+def plan(fields, tokenizer=b""):
     """Returns (header, directory) of a version 2 file, complete but for the checksums.
 
-    fields: BinHeader's fields that describe the model; sets of layers are lists. dtype: f32, f16 or bf16, of the
-    matrices for which expert_dtype and dense_dtype say nothing else. tokenizer: a tokenizer.json's bytes.
+    fields: BinHeader's fields that describe the model and how it is stored; sets of layers are lists. tokenizer: a
+    tokenizer.json's bytes.
     """
-    codes = headers.default().codes("DTYPE")
     header = np.zeros((), BIN_HEADER)
     for name in BIN_HEADER.names:
         header[name] = headers.mask(fields[name]) if name in ("window_layers", "dense_layers") else fields[name]
-    header["weight_dtype"] = codes[dtype]
     tensors = headers.default().tensors(header)
     directory = np.zeros(len(tensors), BIN_TENSOR)
     offset = _aligned(BIN_HEADER.itemsize + directory.nbytes)
@@ -52,12 +50,15 @@ def plan(fields, dtype, tokenizer=b""):
 
 
 def write(file, header, directory, contents, progress, tokenizer=b""):
-    """Streams a planned file. contents(name) yields the tensor's arrays in order; progress(bytes) is called for each.
+    """Streams a planned file. 
+
+    contents(name): returns (the tensor's scale or 0, its arrays in order). progress(bytes): called for each.
     """
     write_all(file, bytes(int(directory["offset"][0])))
     for entry in directory:
         crc32, left = 0, int(entry["bytes"])
-        for piece in _ahead(contents(entry["name"].decode())):
+        entry["scale"], arrays = contents(entry["name"].decode())
+        for piece in _ahead(arrays):
             crc32, left = zlib.crc32(piece, crc32), left - len(piece)
             write_all(file, piece)
             progress(len(piece))

@@ -46,6 +46,9 @@ int colibri_check(const void *model);
 int colibri_guard(const void *data, int64_t bytes, const char *line);
 /* Ends one colibri_guard of that mapping. */
 int colibri_unguard(const void *data);
+/* Makes the panel of few bits (INT8, INT4, FP8) whose weights are the nearest to 64 rows of `columns` wide weights of
+ * dtype `source`, all finite. unit: with INT8 and INT4 the tensor's scale, a power of two. */
+int colibri_search(const void *rows, int source, int64_t columns, int dtype, int group, float unit, void *panel, int num_threads);
 /* Reads `bytes` at `data` with all threads, as fast as the machine can: the ceiling that decode is measured against. */
 double colibri_read_sum(const void *data, int64_t bytes, int num_threads);
 /* Fused multiply-adds a second over all threads, measured for about `seconds`. */
