@@ -4,10 +4,15 @@ import ctypes
 import functools
 import hashlib
 import mmap
+import os
+import shutil
 import subprocess
+import tempfile
 
 import numpy as np
+import pytest
 import reference
+import reference_formats
 from reference import BF16, CLAMPED_SWIGLU, F16, F32, GELU, RELU, ROUTERS, SIGMOID, SILU, TOPK_SOFTMAX, fields
 
 from colibri import headers
@@ -16,8 +21,8 @@ from colibri.native import Library
 
 ROOT = NATIVE.parent
 BAKED = ("num_experts", "k", "hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "weight_dtype",
-         "expert_dtype", "dense_dtype", "activation", "gated", "router_kind", "router_bias", "renormalize",
-         "num_groups", "topk_groups", "expert_bias")
+         "activation", "gated", "router_kind", "router_bias", "renormalize",
+         "num_groups", "topk_groups", "expert_bias", *reference.FORM_FIELDS)
 # A variant of the library is a compilation, so each covers several of the things to cover.
 VARIANTS = {
     "two-matrix f32 gelu": fields(num_experts=1, k=1, hidden=7, ffn=9, weight_dtype=F32, activation=GELU, gated=0),
@@ -47,6 +52,15 @@ def library(extra="", **config):
     return Library(ROOT / "build" / f"host-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so")
 
 
+def with_isa(built, isa):
+    """A copy of a library, loaded for that instruction set; ColibriError where this machine has not got it."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLIBRI_ISA", isa)
+        copy = Library(shutil.copy(built.file, os.path.join(folder, "libcolibri.so")))
+        copy.path(0)  # reads the variable, once
+        return copy
+
+
 def before_a_guard_page(array):
     """A copy that ends where an unreadable page begins: reading beyond it ends the process, as beyond a mapped file."""
     num_bytes = -(-array.nbytes // 4096) * 4096
@@ -60,10 +74,12 @@ def before_a_guard_page(array):
 class HostModel:
     """A reference model in the library's memory; `state` and `batch` are NumPy views of what C works on."""
 
-    def __init__(self, model, num_slots=2, num_threads=2, context=512, extra=""):
+    def __init__(self, model, num_slots=2, num_threads=2, context=512, extra="", isa=None):
         bare = {} if model["num_heads"] else fields(num_heads=0, num_kv_heads=0, head_dim=0, vocab_size=0)
         config = {name: model[name] for name in BAKED} | bare
         self.library = library(extra=extra, **config)
+        if isa:
+            self.library = with_isa(self.library, isa)
         structs = self.library.headers.structs
         tensors = {name: before_a_guard_page(array) for name, array in reference.stored_tensors(model).items()}
         header = np.zeros(1, structs["BinHeader"])
@@ -75,6 +91,11 @@ class HostModel:
         for name, array in tensors.items():
             owner, field = (layers[int(name.split(".")[1])], name.split(".")[2]) if "." in name else (weights, name)
             owner[field] = array.ctypes.data
+            kind = "expert_t" if "experts" in name else "embed_t" if owner is weights else "dense_t"
+            if array.ndim > 1 and headers.has_scale(headers.form_of(kind, model).dtype) and field != "router":
+                owner[f"{field}_scale"] = reference_formats.SCALE
+        if model["tied_embeddings"]:
+            weights["lm_head"], weights["lm_head_scale"] = weights["embed"], weights["embed_scale"]
         batch = np.zeros(1, structs["Batch"])
         block = self.library.state_bytes(0, header.ctypes.data, num_slots, context)
         memory = np.zeros(block + 4096, np.uint8)

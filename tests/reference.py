@@ -12,6 +12,7 @@ Arithmetic follows the dtype of the inputs: float64 in, float64 out. No SciPy: e
 import math
 
 import numpy as np
+import reference_formats
 
 from colibri import headers
 
@@ -24,7 +25,7 @@ SOFTMAX, TOPK_SOFTMAX, SIGMOID, SPARSEMIXER = (CONSTANTS[f"ROUTER_{name}"]
                                                for name in ("SOFTMAX", "TOPK_SOFTMAX", "SIGMOID", "SPARSEMIXER"))
 
 FORM_FIELDS = [f"{matrices}_{field}" for matrices in ("expert", "dense", "embed")
-               for field in ("dtype", "group", "zero_points")]
+               for field in ("dtype", "group", "zero_points")] + ["compute_dtype"]
 erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
@@ -293,24 +294,26 @@ def random_model(rng, **config):
              **dict.fromkeys(FORM_FIELDS, 0), **config}
     model = neutral(model)
     hidden, ffn, experts = model["hidden"], model["ffn"], model["num_experts"]
-    dense, expert = (headers.form_of(kind, model).dtype for kind in ("dense_t", "expert_t"))
+    dense, expert, embed = (headers.form_of(kind, model) for kind in ("dense_t", "expert_t", "embed_t"))
 
-    def matrix(*shape, dtype=dense):
-        return round_to(rng.standard_normal(shape) / math.sqrt(shape[-1]), dtype)
+    def matrix(*shape, form=dense):
+        if headers.is_few(form.dtype):
+            return reference_formats.random_few(rng, form, *shape)
+        return round_to(rng.standard_normal(shape) / math.sqrt(shape[-1]), form.dtype)
 
     def vector(size, wanted=True):
         return rng.standard_normal(size).astype(np.float32) if wanted else None
 
     heads, qkv_rows = model["num_heads"], (model["num_heads"] + 2 * model["num_kv_heads"]) * model["head_dim"]
-    model["embed"] = round_to(rng.standard_normal((model["vocab_size"], hidden)), dense)
+    model["embed"] = matrix(model["vocab_size"], hidden, form=embed)
     model["final_norm"] = vector(hidden)
-    model["lm_head"] = None if model["tied_embeddings"] else matrix(model["vocab_size"], hidden)
+    model["lm_head"] = None if model["tied_embeddings"] else matrix(model["vocab_size"], hidden, form=embed)
     model["layers"] = [fields(
         attention_norm=vector(hidden), qkv=matrix(qkv_rows, hidden), ffn_norm=vector(hidden),
         attention_out=matrix(hidden, heads * model["head_dim"]) if heads else None,
-        router=matrix(experts, hidden, dtype=F32) * 3, router_bias=vector(experts, model["router_bias"]),
-        gate=matrix(experts, ffn, hidden, dtype=expert) if model["gated"] else None,
-        up=matrix(experts, ffn, hidden, dtype=expert), down=matrix(experts, hidden, ffn, dtype=expert),
+        router=matrix(experts, hidden, form=headers.form_of("float", model)) * 3, router_bias=vector(experts, model["router_bias"]),
+        gate=matrix(experts, ffn, hidden, form=expert) if model["gated"] else None,
+        up=matrix(experts, ffn, hidden, form=expert), down=matrix(experts, hidden, ffn, form=expert),
         router_logit_bias=vector(experts, model["router_logit_bias"]),
         gate_bias=vector((experts, ffn), model["expert_bias"] and model["gated"]),
         up_bias=vector((experts, ffn), model["expert_bias"]),
@@ -324,29 +327,37 @@ def as_float64(model):
         return [as_float64(item) for item in model]
     if isinstance(model, dict):
         return {name: as_float64(value) for name, value in model.items()}
-    return model.astype(np.float64) if isinstance(model, np.ndarray) else model
+    return np.asarray(model).astype(np.float64) if isinstance(model, np.ndarray) else model
+
+
+def stored_panels(matrix, dtype, gate=None):
+    """The panels of a matrix, or of one with gate rows."""
+    if isinstance(matrix, reference_formats.Few):
+        if gate is None:
+            return reference_formats.pack(*matrix.parts)
+        return reference_formats.interleave(gate, matrix, interleave_gate)
+    return to_panels(to_bits(matrix if gate is None else interleave_gate(gate, matrix), dtype))
 
 
 def stored_tensors(model):
     """{name in the file: array as stored}: panels, bits, interleaved gate rows."""
-    dtype, expert = (headers.form_of(kind, model).dtype for kind in ("dense_t", "expert_t"))
+    dtype, expert, embed = (headers.form_of(kind, model).dtype for kind in ("dense_t", "expert_t", "embed_t"))
     tensors = {}
     if model["num_heads"]:
         tensors["rope_frequencies"] = frequencies(model["rotary_dim"], model["rope_theta"])
-        tensors["embed"], tensors["final_norm"] = to_panels(to_bits(model["embed"], dtype)), model["final_norm"]
+        tensors["embed"], tensors["final_norm"] = stored_panels(model["embed"], embed), model["final_norm"]
         if model["lm_head"] is not None:
-            tensors["lm_head"] = to_panels(to_bits(model["lm_head"], dtype))
+            tensors["lm_head"] = stored_panels(model["lm_head"], embed)
     for number, layer in enumerate(model["layers"]):
-        up = layer["up"] if layer["gate"] is None else interleave_gate(layer["gate"], layer["up"])
-        matrices = {"experts_up": up, "experts_down": layer["down"]}
+        matrices = {"experts_up": stored_panels(layer["up"], expert, layer["gate"]),
+                    "experts_down": stored_panels(layer["down"], expert)}
         biases = [layer[name] for name in ("gate_bias", "up_bias") if layer[name] is not None]
         vectors = {"router": to_panels(layer["router"]), "router_bias": layer["router_bias"],
                    "router_logit_bias": layer["router_logit_bias"], "experts_down_bias": layer["down_bias"],
                    "experts_up_bias": np.concatenate(biases, axis=1) if biases else None}
         if model["num_heads"]:
-            matrices |= {"qkv": layer["qkv"], "attention_out": layer["attention_out"]}
+            matrices |= {name: stored_panels(layer[name], dtype) for name in ("qkv", "attention_out")}
             vectors |= {"attention_norm": layer["attention_norm"], "ffn_norm": layer["ffn_norm"]}
-        stored = {name: to_panels(to_bits(matrix, expert if "experts" in name else dtype))
-                  for name, matrix in matrices.items()} | vectors
-        tensors |= {f"layers.{number}.{name}": array for name, array in stored.items() if array is not None}
+        tensors |= {f"layers.{number}.{name}": array for name, array in (matrices | vectors).items()
+                    if array is not None}
     return tensors

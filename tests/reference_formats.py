@@ -21,6 +21,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 FORMS = [*(Form(dtype, group, zero_points) for dtype in (INT8, INT4) for group in (32, 64, 128)
            for zero_points in (0, 1)), Form(FP8, 128, 0), Form(MXFP4, 32, 0)]
 NAMES = {code: name for name, code in CODES.items()}
+SCALE = 1.5  # of tensors in int8 and int4
 
 
 def e4m3():
@@ -108,3 +109,72 @@ def random_matrix(rng, form, *shape):
         return codes, (127 + np.round(np.log2(size / 3)) + rng.integers(-2, 2, groups)).astype(np.uint8), None
     zeros = rng.integers(0, NUM_CODES[form.dtype], groups).astype(np.uint8) if form.zero_points else None
     return codes, (rng.uniform(0.2, 1, groups) * size * 3 / NUM_CODES[form.dtype]).astype(np.float16), zeros
+
+
+class Few(np.ndarray):
+    """The float32 values of a matrix, with what they are stored as: parts = form, codes, scales, zeros."""
+
+
+def random_few(rng, form, *shape):
+    """Returns a random Few, whose tensor's scale is SCALE where it has one."""
+    parts = random_matrix(rng, form, *shape)
+    matrix = dequantise(form, *parts, scale=SCALE).view(Few)
+    matrix.parts = form, *parts
+    return matrix
+
+
+def interleave(gate, up, rows):
+    """Returns the panels of gate and up, each a Few. rows: reference.interleave_gate, which fills up with zeros."""
+    form, zero = gate.parts[0], 0 if gate.parts[0].zero_points else ZERO[gate.parts[0].dtype]
+    codes = rows(gate.parts[1] - np.uint8(zero), up.parts[1] - np.uint8(zero)) + np.uint8(zero)
+    return pack(form, codes, rows(gate.parts[2], up.parts[2]),
+                rows(gate.parts[3], up.parts[3]) if form.zero_points else None)
+
+
+def fma(a, b, c):
+    """Returns a * b + c of float32 arrays, rounded once: in float64 to odd, and then to float32."""
+    product = a.astype(np.float64) * b.astype(np.float64)  # exact
+    wide = c.astype(np.float64)
+    total = product + wide
+    part = total - product
+    error = (product - (total - part)) + (wide - part)
+    bits = total.view(np.int64)
+    is_even = (bits & 1 == 0) & (error != 0) & np.isfinite(total)
+    return np.where(is_even, bits + np.where((error > 0) == (total > 0), 1, -1), bits).view(np.float64).astype(np.float32)
+
+
+def quantise(x, group):
+    """Returns int8 values (rows, columns) and float32 scales (rows, groups) of float32 rows, as the host does."""
+    rows, columns = x.shape
+    padded = np.pad(x, ((0, 0), (0, -columns % group))).reshape(rows, -1, group)
+    largest = np.abs(padded).max(axis=-1, keepdims=True)
+    scales = largest / np.float32(127)
+    with np.errstate(all="ignore"):
+        values = np.rint(np.clip(padded / scales, -127, 127))
+    values = np.where((scales > 0) & np.isfinite(largest), values, 0).astype(np.int8)
+    scales = np.where(np.isfinite(largest), scales, np.float32(np.nan))
+    return values.reshape(rows, -1)[:, :columns], scales[..., 0]
+
+
+def product(matrix, x):
+    """Returns x (rows, columns) times a Few (outputs, columns), transposed, with the bits of the host."""
+    form, codes, scales, zeros = matrix.parts
+    sums = np.zeros((len(x), len(codes)), np.float32)
+    values, input_scales = quantise(x, form.group)
+    for group in range(scales.shape[-1]):
+        columns = slice(group * form.group, (group + 1) * form.group)
+        part, scale = codes[:, columns], scales[:, group]
+        if form.dtype == FP8:
+            total = np.zeros_like(sums)
+            for column in range(part.shape[1]):
+                total = fma(e4m3()[part[:, column]], x[:, columns][:, column, None], total)
+            sums = fma(total, scale, sums)
+            continue
+        if form.dtype == MXFP4:
+            weights, scale = (2 * E2M1[part]).astype(np.int64), np.ldexp(np.float32(1), scale.astype(np.int32) - 128)
+        else:
+            zero = ZERO[form.dtype] if zeros is None else zeros[:, group, None].astype(np.int64)
+            weights = part.astype(np.int64) - zero
+        exact = values[:, columns].astype(np.int64) @ weights.T
+        sums = fma(exact.astype(np.float32), scale.astype(np.float32) * input_scales[:, group, None], sums)
+    return sums * np.float32(SCALE) if headers.has_scale(form.dtype) else sums

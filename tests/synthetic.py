@@ -15,7 +15,6 @@ DENSE = {"version": 2, "num_experts": 8, "k": 2, "num_layers": 2, "hidden": 64, 
          "gated": 1, "router_kind": 0, "router_bias": 0, "renormalize": 1, "num_groups": 1, "topk_groups": 1,
          "routed_scaling": 1.0, "norm_kind": 1, "norm_eps": 1e-5, "rope_kind": 1, "rope_theta": 10000.0,
          "tied_embeddings": 0, "interleave_rows": 64}
-SCALE = 1.5  # of tensors in int8 and int4
 STACK = {**DENSE, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "vocab_size": 0, "max_positions": 0, "norm_kind": 0,
          "rope_kind": 0, "norm_eps": 0.0, "rope_theta": 0.0}
 
@@ -36,7 +35,7 @@ def write_model(path, shape=DENSE, seed=0, **changes):
             data = _random(tensor, shape, generator)
             entry["name"], entry["rank"], entry["offset"] = tensor.name.encode(), len(tensor.shape), offset
             entry["dtype"] = headers.form_of(tensor.type, shape).dtype
-            entry["scale"] = SCALE * headers.has_scale(entry["dtype"])
+            entry["scale"] = reference_formats.SCALE * headers.has_scale(entry["dtype"])
             entry["bytes"], entry["crc32"] = data.nbytes, zlib.crc32(data)
             entry["shape"][:len(tensor.shape)] = tensor.shape
             file.seek(offset)

@@ -11,7 +11,7 @@
 int host_begin(Model *m, int num_tokens, int layer) {
     (void)layer;
     Batch *b = m->batch;
-    if (!host_kernels()) return -1;
+    if (!host_isa()) return -1;
     if (num_tokens < 1 || num_tokens > MAX_STEP_TOKENS || num_tokens != b->num_tokens)
         return fail("batch: num_tokens=%d in a step of %d, expected the same number from 1 to %d; build with a larger "
                     "MAX_STEP_TOKENS or send fewer tokens", b->num_tokens, num_tokens, MAX_STEP_TOKENS);
@@ -47,6 +47,38 @@ static float to_float(const void *element, int format) {
     return weight & 0x8000 ? -magnitude : magnitude;
 }
 
+/* The zero point of a row of a group, and its scale. */
+static int zero_of(Form form, const uint8_t *table, int64_t table_bytes, int row) {
+    if (form.zero_points) return table[table_bytes - PANEL_ROWS + row];
+    return form.dtype == DTYPE_INT8 ? 128 : 8;
+}
+
+/* A weight of few bits. */
+static float few_bits(Form form, const uint8_t *panel, int column, int row, float tensor_scale) {
+    const PanelSizes sizes = panel_sizes(form, column + 1);
+    const uint8_t *table = panel + group_offset(form, column / form.group);
+    const int within = column % form.group, unit = (int)sizes.unit, place = within % unit;
+    const uint8_t *four = table + sizes.table_bytes + within / unit * UNIT_BYTES + row * 4;
+    const int code = unit == 4 ? four[place] : four[place % 4] >> place / 4 * 4 & 15;
+    if (form.dtype == DTYPE_FP8) {
+        int exponent = code >> 3 & 15, mantissa = (code & 7) + 8 * (exponent > 0);
+        float number = ldexpf((float)(code & 128 ? -mantissa : mantissa), (exponent ? exponent : 1) - 10);
+        return number * ((const float *)table)[row];
+    }
+    if (form.dtype == DTYPE_MXFP4) {
+        static const float numbers[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+        return ldexpf(code & 8 ? -numbers[code & 7] : numbers[code], table[row] - 127);
+    }
+    float scale = to_float((const uint16_t *)table + row, DTYPE_F16);
+    return (float)(code - zero_of(form, table, sizes.table_bytes, row)) * scale * tensor_scale;
+}
+
+static float embedding(const char *panel, int column, int row, float tensor_scale) {
+    if (EMBED_FORMAT >= NUM_WIDE_DTYPES)
+        return few_bits(EMBED_FORM, (const uint8_t *)panel, column, row, tensor_scale);
+    return to_float(panel + element_offset(EMBED_FORMAT, column, row), EMBED_FORMAT);
+}
+
 int host_embed(Model *m, int num_tokens, int layer) {
     (void)layer;
     if (!NUM_HEADS) memcpy(m->state.x, m->batch->input, sizeof(float) * HIDDEN * num_tokens);
@@ -56,7 +88,7 @@ int host_embed(Model *m, int num_tokens, int layer) {
                             panel_offset(EMBED_FORM, HIDDEN, 1, token / PANEL_ROWS, 0);
         for (int i = 0; i < HIDDEN; i++)
             m->state.x[(int64_t)t * HIDDEN + i] = m->header.embedding_multiplier *
-                to_float(panel + element_offset(EMBED_FORMAT, i, token % PANEL_ROWS), EMBED_FORMAT);
+                embedding(panel, i, token % PANEL_ROWS, (float)m->weights.embed_scale);
     }
     return 0;
 }

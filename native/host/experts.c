@@ -21,6 +21,7 @@ int host_experts_up(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     Product p = placed(m, layer);
     p.panels = weights->experts_up;
+    p.tensor_scale = (float)weights->experts_up_scale;
     p.bias = EXPERT_BIAS ? weights->experts_up_bias : NULL;
     p.input = ffn_input(m);
     p.input_divisor = EXPERTS_PER_TOKEN;
@@ -38,6 +39,7 @@ int host_experts_down(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     Product p = placed(m, layer);
     p.panels = weights->experts_down;
+    p.tensor_scale = (float)weights->experts_down_scale;
     p.bias = EXPERT_BIAS ? weights->experts_down_bias : NULL;
     p.input = m->state.expert_mid;
     p.input_divisor = 1;

@@ -14,6 +14,17 @@
 #define PART_ROWS 16   /* rows of a router's panel in one work item: it has few rows, but several threads */
 #define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
 
+/* Whether a matrix of this model is of that dtype; whether any is of integers, which take quantised rows. */
+#define USES(dtype) (EXPERT_FORMAT == (dtype) || DENSE_FORMAT == (dtype) || EMBED_FORMAT == (dtype))
+#define USES_INTEGERS (USES(DTYPE_INT8) || USES(DTYPE_INT4) || USES(DTYPE_MXFP4))
+
+/* What this compiler can compile products of integers for. */
+#ifdef __x86_64__
+#define HAS_AVX512_VNNI (__GNUC__ >= 8)
+#define HAS_AVX_VNNI (__GNUC__ >= 11)
+#define HAS_AMX (__GNUC__ >= 11)
+#endif
+
 typedef float PanelSums[PANEL_ROWS];
 
 /* What the caches hold of a slot and kv head in one layer. */
@@ -23,12 +34,33 @@ typedef struct Timeline {
     int slot, kv_head;
 } Timeline;
 
+/* A row of a product's input where weights are integers: 8 bits a value, a scale for each group of columns. */
+typedef struct QuantizedRow {
+    int8_t *values;  /* of whole groups, the last filled up with zeros */
+    float *scales;   /* of each group */
+    int32_t *sums;   /* of a group's values */
+} QuantizedRow;
+
+static inline int64_t quantized_bytes(int columns, int group) {
+    const int groups = CEIL_DIV(columns, group);
+    return CEIL_DIV((int64_t)groups * (group + 8), 64) * 64;
+}
+
+static inline QuantizedRow quantized_row(const void *row, int columns, int group) {
+    const int groups = CEIL_DIV(columns, group);
+    int8_t *values = (int8_t *)row;
+    float *scales = (float *)(values + groups * group);
+    return (QuantizedRow){values, scales, (int32_t *)(scales + groups)};
+}
+
+/* sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK; rows from
+ * num_rows on are not asked for; next is a panel that the thread is likely to read next. Of weights that are integers,
+ * in[t] is a QuantizedRow's values, and the sums lack the tensor's scale. */
+typedef void ProductKernel(Form form, const void *panel, int columns, int num_rows, int num_tokens,
+                           const void *const *in, PanelSums *sums, const void *next);
+
 typedef struct Kernels {
-    const char *path; /* what colibri_path() says */
-    /* By format: sums[t][row] = sum over columns of panel[column][row] * in[t][column], t < num_tokens <= TOKEN_CHUNK;
-     * rows from num_rows on are not asked for; next is a panel that the thread is likely to read next */
-    void (*product[NUM_DTYPES])(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,
-                                PanelSums *sums, const void *next);
+    ProductKernel *product[NUM_DTYPES]; /* NULL where the model has no such weights, or they are integers */
     /* experts_up's activation, in place: PANEL_ROWS values, or with gated experts half as many of the pairs */
     void (*activate)(float *sums, const BinHeader *header);
     /* out = x * rsqrt(mean(x^2) + eps) * weight; (length) each; may be in place */
@@ -45,17 +77,32 @@ typedef struct Kernels {
     int64_t (*fma_loop)(int64_t iterations);
 } Kernels;
 
-extern const Kernels portable_kernels;
-#ifdef __x86_64__
-extern const Kernels avx2_kernels;
-#endif
+typedef struct IntegerKernels {
+    ProductKernel *product[NUM_DTYPES];
+    void (*quantize)(const float *x, int columns, int group, QuantizedRow row);
+} IntegerKernels;
 
-/* The kernels for this machine, or those that COLIBRI_ISA names; NULL with an error if it names none. */
-const Kernels *host_kernels(void);
+extern const Kernels portable_kernels, avx2_kernels;
+extern const IntegerKernels portable_integers, avx2_integers, avxvnni_integers, vnni_integers, amx_integers;
+
+/* What this machine's instruction set, or the one that COLIBRI_ISA names, runs. */
+typedef struct Isa {
+    const char *name, *path; /* "avx2"; what colibri_path() says, "host avx2" */
+    const Kernels *kernels;
+    const IntegerKernels *integers;
+    int (*is_here)(void);
+} Isa;
+
+/* NULL with an error if COLIBRI_ISA names none of this machine's. */
+const Isa *host_isa(void);
+static inline const Kernels *host_kernels(void) { return host_isa()->kernels; }
 
 /* Calls run(job, item) for each item, on up to num_threads threads. `cost` is the whole job's in multiply-adds:
  * small jobs stay on the calling thread. Items must not depend on one another. */
 void parallel_for(int num_threads, long items, double cost, void (*run)(const void *job, long item), const void *job);
+
+/* A Product's panels: the matrix of that name of struct Layer or Weights. */
+#define MATRIX(owner, name) .panels = (owner)->name, .tensor_scale = (float)(owner)->name##_scale
 
 /* A product over panels: rows of `input` times the matrices of the experts they are assigned to. */
 typedef struct Product {
@@ -63,6 +110,7 @@ typedef struct Product {
     Form form;                  /* of the panels */
     const float *input;         /* (*, columns) */
     float *output;              /* (*, outputs) */
+    float tensor_scale;         /* of INT8 and INT4 */
     int columns;
     int input_stride;           /* of input's rows; 0: columns */
     int outputs;                /* values of one output row */
@@ -80,6 +128,14 @@ typedef struct Product {
     enum { STORE, ADD, ACTIVATE } epilogue;
 } Product;
 
+static inline const float *product_input(const Product *p, int64_t row) {
+    return p->input + row * (p->input_stride ? p->input_stride : p->columns);
+}
+static inline int takes_integers(Form form) { return form.dtype >= NUM_WIDE_DTYPES && form.dtype != DTYPE_FP8; }
+
+/* The first num_rows rows of a product's input, quantised, one each quantized_bytes(); until the next call. */
+const char *host_quantize(const Model *m, const Product *product, int num_rows);
+int64_t host_quantized_bytes(void); /* of the scratch memory, after rope_table */
 void host_product(const Model *m, const Product *product);
 /* output[i] = matrix input[i] of a matrix (outputs, columns) that is no expert's, for i < num_rows; item_rows 0: all
  * of a panel */

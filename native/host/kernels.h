@@ -1,64 +1,22 @@
 /* The kernels, written once over GCC's vectors. kernels_avx2.c and kernels_portable.c include this text after setting
- * LANES (floats in a vector) and AVX2 (1: fused multiply-add and f16 conversion in hardware).
+ * what formats.h asks for.
  *
  * Vectors run over the rows of a panel, so each output is one running sum over columns 0, 1, 2, ... in fp32. Blocking
  * columns or tiling tokens keeps that sum in place and its order as it is: an output's bits depend neither on
  * the tokens beside it nor on the thread. */
 #include <math.h>
-#include <string.h>
-#if AVX2
-#include <immintrin.h>
-#endif
 
-#include "host.h"
+#include "formats.h"
 
-#define INLINE static inline __attribute__((always_inline))
 #define COLUMN_BLOCK 64 /* columns of a panel converted to fp32 at once: 16 KiB, for the L1 cache; 32 to 256 measured */
 #define PREFETCH_BYTES 8192 /* measured best of 1024 to 32768, for a panel of 16-bit weights */
 #define TILE_TOKENS 6    /* 2 vectors of rows x 6 tokens: 12 sums, 2 weights and an input in 16 registers */
 
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-
-INLINE vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
-INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
-INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
-
-#if AVX2
-INLINE vec splat(float x) { return _mm256_set1_ps(x); }
-INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-INLINE vec load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-INLINE vec load_bf16(const uint16_t *p) {
-    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
-}
-#else
-INLINE vec splat(float x) { return (vec){x, x, x, x}; }
-INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
-INLINE float fma_one(float a, float b, float c) { return a * b + c; }
-INLINE ivec load_u16(const uint16_t *p) { return (ivec){p[0], p[1], p[2], p[3]}; }
-/* Shifts exponent and mantissa into place and corrects the exponent by a multiplication, which also makes
- * subnormal f16 normal; inf and NaN keep the largest exponent. */
-INLINE vec load_f16(const uint16_t *p) {
-    ivec half = load_u16(p), magnitude = (half & 0x7fff) << 13;
-    ivec special = (half & 0x7c00) == 0x7c00;
-    ivec number = (ivec)((vec)magnitude * 0x1p112f);
-    return (vec)((special & (magnitude | 0x7f800000)) | (~special & number) | (half & 0x8000) << 16);
-}
-INLINE vec load_bf16(const uint16_t *p) { return (vec)(load_u16(p) << 16); }
-#endif
-
-/* A vector of a panel's weights from so many bytes on: the loader of each format. */
-INLINE vec load_weight(const void *panel, int64_t offset, int format) {
-    const void *from = (const char *)panel + offset;
-    return format == DTYPE_F32 ? load(from) : format == DTYPE_F16 ? load_f16(from) : load_bf16(from);
-}
-
 /* sums[t][first_row + ...] += weights x inputs over `columns` columns: `vectors` vectors of rows by `tokens` tokens,
- * both constants where this is inlined, so that the sums live in registers. With `next`, asks for the weights of some
+ * both constants where this is inlined, so that the sums live in registers; is_few: of FP8, which are rounded alike on
+ * every machine. With `next`, asks for the weights of some
  * columns ahead, at the end for those at next: the processor's own prefetcher starts anew at each panel. */
-INLINE void tile(const void *panel, int format, int columns, int first_row, int vectors, int tokens,
+INLINE void tile(const void *panel, int format, int is_few, int columns, int first_row, int vectors, int tokens,
                  const float *const *in, int first_column, PanelSums *sums, const char *next) {
     const int64_t column_bytes = element_offset(format, 1, 0);
     vec sum[8][TILE_TOKENS];
@@ -79,7 +37,8 @@ INLINE void tile(const void *panel, int format, int columns, int first_row, int 
             weight[v] = load_weight(panel, element_offset(format, c, first_row + v * LANES), format);
         for (int t = 0; t < tokens; t++) {
             vec input = splat(x[t][c]);
-            for (int v = 0; v < vectors; v++) sum[v][t] = fma_(weight[v], input, sum[v][t]);
+            for (int v = 0; v < vectors; v++)
+                sum[v][t] = is_few ? fused(weight[v], input, sum[v][t]) : fma_(weight[v], input, sum[v][t]);
         }
     }
     for (int t = 0; t < tokens; t++)
@@ -87,11 +46,11 @@ INLINE void tile(const void *panel, int format, int columns, int first_row, int 
 }
 
 /* All rows of a panel for a tile of 1 to 6 tokens; at least 8 sums in flight hide the latency of the addition. */
-INLINE void tile_rows(const void *panel, int format, int columns, int num_rows, int tokens, const float *const *in,
-                      int first_column, PanelSums *sums, const char *next) {
+INLINE void tile_rows(const void *panel, int format, int is_few, int columns, int num_rows, int tokens,
+                      const float *const *in, int first_column, PanelSums *sums, const char *next) {
 #define TILES(vectors, count)                                                                  \
     for (int row = 0; row < num_rows; row += vectors * LANES)                                  \
-        tile(panel, format, columns, row, vectors, count, in, first_column, sums, next);
+        tile(panel, format, is_few, columns, row, vectors, count, in, first_column, sums, next);
     const int is_part = num_rows <= PART_ROWS; /* perhaps a panel's last rows: wider tiles would read beyond it */
     switch (tokens) {
         case 1: if (is_part) { TILES(2, 1) } else { TILES(8, 1) } break;
@@ -108,7 +67,7 @@ INLINE void product(const void *panel, int format, int columns, int num_rows, in
                     PanelSums *sums, const void *next) {
     memset(sums, 0, sizeof *sums * num_tokens);
     if (num_tokens <= 3) {
-        tile_rows(panel, format, columns, num_rows, num_tokens, in, 0, sums, next);
+        tile_rows(panel, format, 0, columns, num_rows, num_tokens, in, 0, sums, next);
         return;
     }
     float converted[COLUMN_BLOCK * PANEL_ROWS] __attribute__((aligned(64)));
@@ -127,20 +86,62 @@ INLINE void product(const void *panel, int format, int columns, int num_rows, in
             int from = num_tokens * i / num_tiles, to = num_tokens * (i + 1) / num_tiles;
             for (int64_t line = lines * i / num_tiles; line < lines * (i + 1) / num_tiles; line++)
                 __builtin_prefetch(following + line * 64, 0, 2);
-            tile_rows(weights, DTYPE_F32, block, num_rows, to - from, in + from, c, sums + from, NULL);
+            tile_rows(weights, DTYPE_F32, 0, block, num_rows, to - from, in + from, c, sums + from, NULL);
         }
     }
 }
 
-#define PRODUCT(name, format)                                                                                         \
-    static void name(const void *panel, int columns, int num_rows, int num_tokens, const float *const *in,             \
-                     PanelSums *sums, const void *next) {                                                              \
-        product(panel, format, columns, num_rows, num_tokens, in, sums, next);                                         \
+#define PRODUCT(name, dtype)                                                                                          \
+    static void name(Form form, const void *panel, int columns, int num_rows, int num_tokens, const void *const *in,  \
+                     PanelSums *sums, const void *next) {                                                             \
+        (void)form;                                                                                                   \
+        product(panel, dtype, columns, num_rows, num_tokens, (const float *const *)in, sums, next);                   \
     }
 PRODUCT(product_f32, DTYPE_F32)
 PRODUCT(product_f16, DTYPE_F16)
 PRODUCT(product_bf16, DTYPE_BF16)
 #undef PRODUCT
+
+/* Units of e4m3 to floats [column][PANEL_ROWS]; asks for as many bytes at next. */
+INLINE void unpack_fp8(float *weights, const uint8_t *units, int num_units, const char *next) {
+    for (int u = 0; u < num_units; u++)
+        for (int row = 0; row < PANEL_ROWS; row += LANES) {
+            const ivec codes = load_ints(units + u * UNIT_BYTES + row * 4);
+            if (row * 4 % 64 == 0) __builtin_prefetch(next + u * UNIT_BYTES + row * 4, 0, 2);
+            for (int c = 0; c < 4; c++)
+                store(weights + (4 * u + c) * PANEL_ROWS + row, from_e4m3(codes >> 8 * c & 255));
+        }
+}
+
+/* The same of FP8: a group's sum, in the order of its columns, then times its scale. */
+static void product_fp8(Form form, const void *panel, int columns, int num_rows, int num_tokens, const void *const *in,
+                        PanelSums *sums, const void *next) {
+    float weights[COLUMN_BLOCK * PANEL_ROWS] __attribute__((aligned(64)));
+    PanelSums part[TOKEN_CHUNK] __attribute__((aligned(64)));
+    const int num_tiles = CEIL_DIV(num_tokens, TILE_TOKENS);
+    const int64_t table_bytes = panel_sizes(form, columns).table_bytes;
+    (void)num_rows;
+    memset(sums, 0, sizeof *sums * num_tokens);
+    for (int first = 0; first < columns; first += form.group) {
+        const uint8_t *table = (const uint8_t *)panel + group_offset(form, first / form.group);
+        const int last = first + form.group < columns ? first + form.group : columns;
+        memset(part, 0, sizeof *part * num_tokens);
+        for (int c = first; c < last; c += COLUMN_BLOCK) {
+            const int block = last - c < COLUMN_BLOCK ? last - c : COLUMN_BLOCK;
+            const uint8_t *units = table + table_bytes + (c - first) / 4 * UNIT_BYTES;
+            unpack_fp8(weights, units, CEIL_DIV(block, 4), (const char *)next + (units - (const uint8_t *)panel));
+            for (int i = 0; i < num_tiles; i++) {
+                const int from = num_tokens * i / num_tiles, to = num_tokens * (i + 1) / num_tiles;
+                tile_rows(weights, DTYPE_F32, 1, block, PANEL_ROWS, to - from, (const float *const *)in + from, c,
+                          part + from, NULL);
+            }
+        }
+        for (int t = 0; t < num_tokens; t++)
+            for (int row = 0; row < PANEL_ROWS; row += LANES)
+                store(sums[t] + row, fused(load(part[t] + row), load_scales(table, row, DTYPE_FP8),
+                                           load(sums[t] + row)));
+    }
+}
 
 /* exp(high + low), within about 2 units in the last place; 0 below -104, inf above 88.73. `low` is small against
  * `high` and carries what does not fit into it. */
@@ -338,6 +339,8 @@ static int64_t fma_loop(int64_t iterations) {
     return iterations * CHAINS * LANES;
 }
 
-#define KERNELS(name, path) \
-    const Kernels name = {path, {[DTYPE_F32] = product_f32, [DTYPE_F16] = product_f16, [DTYPE_BF16] = product_bf16}, \
+#define KERNELS(name) \
+    const Kernels name = {{[DTYPE_F32] = product_f32, [DTYPE_F16] = USES(DTYPE_F16) ? product_f16 : NULL, \
+                           [DTYPE_BF16] = USES(DTYPE_BF16) ? product_bf16 : NULL, \
+                           [DTYPE_FP8] = USES(DTYPE_FP8) ? product_fp8 : NULL}, \
                           activate, rms_norm, layer_norm, attend, read_sum, fma_loop}

@@ -3,4 +3,4 @@
 #define AVX2 0
 #include "kernels.h"
 
-KERNELS(portable_kernels, "host portable");
+KERNELS(portable_kernels);

@@ -23,10 +23,10 @@ int host_queries(Model *m, int num_tokens, int layer) {
     parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * (Q_LORA_RANK + KV_LORA_RANK), norm_latents, &latents);
     if (Q_LORA_RANK)
         host_dense(m, num_tokens, (Product){
-            .panels = latents.weights->q_b, .form = DENSE_FORM, .input = m->state.qkv, .input_stride = QKV_ROWS,
+            MATRIX(latents.weights, q_b), .form = DENSE_FORM, .input = m->state.qkv, .input_stride = QKV_ROWS,
             .columns = Q_LORA_RANK, .output = m->state.q, .outputs = NUM_HEADS * HEAD_DIM, .scale = 1});
     host_dense(m, num_tokens, (Product){
-        .panels = latents.weights->kv_b, .form = DENSE_FORM, .input = m->state.qkv + QKV_ROWS - ROTARY_DIM -
+        MATRIX(latents.weights, kv_b), .form = DENSE_FORM, .input = m->state.qkv + QKV_ROWS - ROTARY_DIM -
         KV_LORA_RANK, .input_stride = QKV_ROWS, .columns = KV_LORA_RANK, .output = m->state.kv, .outputs = KV_B_ROWS,
         .scale = 1});
     return 0;

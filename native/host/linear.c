@@ -6,7 +6,9 @@
 typedef struct Items {
     const Product *product;
     const Kernels *kernels;
+    ProductKernel *multiply;
     const BinHeader *header;
+    const char *quantized; /* the input's rows, where weights are integers; else NULL */
     int num_threads;
     long count;
     long first[NUM_EXPERTS + 1]; /* of each active expert */
@@ -52,6 +54,10 @@ static Work work_of(const Items *items, long item) {
                   .to = begin + (int)((int64_t)num_rows * (chunk + 1) / num_chunks)};
 }
 
+static void scale_sums(float *sums, float scale) {
+    for (int i = 0; i < PANEL_ROWS; i++) sums[i] *= scale;
+}
+
 static void run_item(const void *job, long item) {
     const Items *items = job;
     const Product *p = items->product;
@@ -59,16 +65,17 @@ static void run_item(const void *job, long item) {
     const long later = item + items->num_threads < items->count ? item + items->num_threads : item;
     const void *next = work_of(items, later).panel;
     const int num_rows = work.to - work.from;
-    const int64_t stride = p->input_stride ? p->input_stride : p->columns;
-    const float *in[TOKEN_CHUNK] = {NULL};
+    const void *in[TOKEN_CHUNK] = {NULL};
     PanelSums sums[TOKEN_CHUNK] __attribute__((aligned(64)));
     for (int i = 0; i < num_rows; i++) {
-        int row = p->assignments ? p->assignments[work.from + i] : work.from + i;
-        in[i] = p->input + (int64_t)(row / p->input_divisor) * stride;
+        int64_t row = (p->assignments ? p->assignments[work.from + i] : work.from + i) / p->input_divisor;
+        in[i] = items->quantized ? (const void *)(items->quantized + row * quantized_bytes(p->columns, p->form.group))
+                                 : product_input(p, row);
     }
-    items->kernels->product[p->form.dtype](
-        work.panel, p->columns, p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs, num_rows, in, sums, next);
+    items->multiply(p->form, work.panel, p->columns, p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs, num_rows,
+                    in, sums, next);
     for (int i = 0; i < num_rows; i++) {
+        if (p->tensor_scale) scale_sums(sums[i], p->tensor_scale);
         if (p->bias) add_bias(p, work.place, work.first_output, sums[i]);
         if (p->epilogue == ACTIVATE) items->kernels->activate(sums[i], items->header);
         int64_t row = p->assignments ? p->assignments[work.from + i] : work.from + i;
@@ -77,7 +84,10 @@ static void run_item(const void *job, long item) {
 }
 
 void host_product(const Model *m, const Product *p) {
-    Items items = {.product = p, .kernels = host_kernels(), .header = &m->header, .num_threads = m->num_threads};
+    const Isa *isa = host_isa();
+    const int is_integers = takes_integers(p->form);
+    Items items = {.product = p, .kernels = isa->kernels, .header = &m->header, .num_threads = m->num_threads,
+                   .multiply = (is_integers ? isa->integers->product : isa->kernels->product)[p->form.dtype]};
     int num_parts = CEIL_DIV(p->outputs, p->item_outputs), num_rows = 0;
     for (int i = 0; i < p->num_active; i++) {
         int rows = p->offsets[p->active[i] + 1] - p->offsets[p->active[i]];
@@ -85,6 +95,7 @@ void host_product(const Model *m, const Product *p) {
         num_rows += rows;
     }
     items.count = items.first[p->num_active];
+    if (is_integers) items.quantized = host_quantize(m, p, num_rows / p->input_divisor);
     double cost = (double)num_rows * num_parts * p->item_rows * p->columns;
     parallel_for(m->num_threads, items.count, cost, run_item, &items);
 }
@@ -102,7 +113,7 @@ void host_dense(const Model *m, int num_rows, Product p) {
 int host_qkv(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     host_dense(m, num_tokens, (Product){
-        .panels = weights->qkv, .form = DENSE_FORM, .input = m->state.normed, .output = m->state.qkv, .columns =
+        MATRIX(weights, qkv), .form = DENSE_FORM, .input = m->state.normed, .output = m->state.qkv, .columns =
         HIDDEN, .outputs = QKV_ROWS, .bias = weights->qkv_bias, .scale = 1});
     return 0;
 }
@@ -111,7 +122,7 @@ int host_qkv(Model *m, int num_tokens, int layer) {
 int host_attention_out(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     host_dense(m, num_tokens, (Product){
-        .panels = weights->attention_out, .form = DENSE_FORM, .input = m->state.attention, .output = m->state.x,
+        MATRIX(weights, attention_out), .form = DENSE_FORM, .input = m->state.attention, .output = m->state.x,
         .columns = NUM_HEADS * V_HEAD_DIM, .outputs = HIDDEN, .bias = weights->attention_out_bias, .scale =
         m->header.residual_multiplier, .epilogue = ADD});
     return 0;
@@ -120,8 +131,9 @@ int host_attention_out(Model *m, int num_tokens, int layer) {
 
 int host_lm_head(Model *m, int num_logits, int layer) {
     (void)layer;
+    const Weights *weights = &m->weights; /* tied: lm_head is embed */
     host_dense(m, num_logits, (Product){
-        .panels = m->header.tied_embeddings ? m->weights.embed : m->weights.lm_head, .form = EMBED_FORM, .input =
+        MATRIX(weights, lm_head), .form = EMBED_FORM, .input =
         m->state.normed, .output = m->state.logits, .columns = HIDDEN, .outputs = VOCAB_SIZE, .bias =
         m->weights.lm_head_bias, .scale = m->header.logits_multiplier});
     return 0;

@@ -21,10 +21,10 @@ int host_mlp(Model *m, int num_tokens, int layer) {
     const float *input = ffn_input(m);
     const int ffn = weights->router ? SHARED_FFN : DENSE_FFN;
     host_dense(m, num_tokens, (Product){
-        .panels = weights->mlp_up, .form = DENSE_FORM, .input = input, .output = m->state.mlp_mid,
+        MATRIX(weights, mlp_up), .form = DENSE_FORM, .input = input, .output = m->state.mlp_mid,
         .columns = HIDDEN, .outputs = ffn, .scale = 1, .epilogue = ACTIVATE});
     host_dense(m, num_tokens, (Product){
-        .panels = weights->mlp_down, .form = DENSE_FORM, .input = m->state.mlp_mid, .output = m->state.mlp_out,
+        MATRIX(weights, mlp_down), .form = DENSE_FORM, .input = m->state.mlp_mid, .output = m->state.mlp_out,
         .columns = ffn, .outputs = HIDDEN, .scale = 1});
     Gate gate = {weights->shared_gate, input, m->state.mlp_out};
     if (weights->shared_gate) parallel_for(m->num_threads, num_tokens, 2.0 * num_tokens * HIDDEN, gate_row, &gate);

@@ -8,6 +8,7 @@ int host_queries(Model *m, int num_tokens, int layer) {
     TRY(host_route(m, num_tokens, layer, m->state.normed, weights->attention_router, NULL, NULL));
     Product p = host_grouped(m);
     p.panels = weights->attention_experts_in;
+    p.tensor_scale = (float)weights->attention_experts_in_scale;
     p.input = m->state.normed;
     p.input_divisor = EXPERTS_PER_TOKEN;
     p.output = m->state.q; /* heads of slot 0, then of slot 1, ... */
@@ -21,6 +22,7 @@ int host_attention_out(Model *m, int num_tokens, int layer) {
     const Layer *weights = &m->weights.layers[layer];
     Product p = host_grouped(m);
     p.panels = weights->attention_experts_out;
+    p.tensor_scale = (float)weights->attention_experts_out_scale;
     p.input = m->state.attention;
     p.input_divisor = 1;
     p.output = m->state.expert_out; /* of the query heads that the slot's expert made */

@@ -21,18 +21,18 @@ static void read_item(const void *job, long item) {
 double colibri_read_sum(const void *data, int64_t bytes, int num_threads) {
     uint32_t sum = 0;
     Read read = {data, bytes / 4, &sum};
-    if (!host_kernels()) return -1;
+    if (!host_isa()) return -1;
     parallel_for(num_threads, CEIL_DIV(read.words, PROBE_WORDS), (double)bytes, read_item, &read);
     return sum;
 }
 
 double colibri_fma_rate(double seconds, int num_threads) {
-    const Kernels *kernels = host_kernels();
+    const Isa *isa = host_isa();
     int64_t done = 0;
-    if (!kernels) return -1;
+    if (!isa) return -1;
     double start = omp_get_wtime(), end = start;
 #pragma omp parallel num_threads(num_threads) reduction(+ : done)
-    while (omp_get_wtime() - start < seconds) done += kernels->fma_loop(10000);
+    while (omp_get_wtime() - start < seconds) done += isa->kernels->fma_loop(10000);
     end = omp_get_wtime();
     return done / (end - start);
 }
