@@ -37,32 +37,36 @@ def _floats(values):
 
 
 def _integers(values, dtype):
-    high, first, step = (127, 120.0, 0.5) if dtype == INT8 else (7, 6.75, 0.125)
+    high, first, step = (127, 120.0, 0.75) if dtype == INT8 else (7, 6.75, 0.1875)
     best = np.zeros(len(values), np.float16)
     least = np.full(len(values), np.finfo(np.float32).max, np.float32)
     far = _far(values)
-    for i in range(25):
-        wanted = far / -np.float32(first + i * step) if i < 24 else _refined(values, best, high)
+    for i in range(17):
+        wanted = far / -np.float32(first + i * step) if i < 16 else _refined(values, best, high)
         with np.errstate(over="ignore"):
             half = wanted.astype(np.float16)
         scale = np.where(np.isfinite(half), half, 0).astype(np.float32)
-        errors = values - _nearest(values, scale, high) * scale[:, None]
+        wide = values * _inverse(scale)
         total = np.zeros(len(values), np.float32)
-        for column in errors.T:
-            total += column * column
+        for error in (wide - _nearest(wide, high)).T:
+            total += error * error
+        total *= scale * scale
         better = (scale != 0) & (total < least)
         least, best = np.where(better, total, least), np.where(better, half, best)
-    return (_nearest(values, best.astype(np.float32), high) + high + 1).astype(np.uint8), best
+    return (_nearest(values * _inverse(best.astype(np.float32)), high) + high + 1).astype(np.uint8), best
 
 
-def _nearest(values, scale, high):
+def _inverse(scale):
     with np.errstate(divide="ignore"):
-        inverse = np.where(scale != 0, np.float32(1) / scale, np.float32(0))
-    return (np.clip(values * inverse[:, None], -high - 1, high).astype(np.float32) + ROUNDING) - ROUNDING
+        return np.where(scale != 0, np.float32(1) / scale, np.float32(0))[:, None]
+
+
+def _nearest(values, high):
+    return (np.clip(values, -high - 1, high).astype(np.float32) + ROUNDING) - ROUNDING
 
 
 def _refined(values, best, high):
     products, squares = np.zeros((2, len(values)), np.float32)
-    for value, q in zip(values.T, _nearest(values, best.astype(np.float32), high).T):
+    for value, q in zip(values.T, _nearest(values * _inverse(best.astype(np.float32)), high).T):
         products, squares = products + value * q, squares + q * q
     return np.where(squares > 0, products / np.where(squares > 0, squares, np.float32(1)), np.float32(0))

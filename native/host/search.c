@@ -12,7 +12,7 @@
 #pragma GCC optimize("finite-math-only", "no-signed-zeros")
 
 #define LANES 8 /* rows at a time */
-#define NUM_CANDIDATES 24
+#define NUM_CANDIDATES 16
 #define NUM_TRIES 4 /* candidates at a time */
 #define ROUNDING 12582912.0f /* 1.5 * 2^23: adding it leaves a small number's nearest integer, ties to even */
 #define INLINE static inline __attribute__((always_inline))
@@ -85,9 +85,8 @@ INLINE void load_rows(const Search *s, int source, int first_row, int64_t first,
     }
 }
 
-INLINE float nearest(float value, float inverse, float low, float high) {
-    float q = value * inverse;
-    q = q < low ? low : q;
+INLINE float nearest(float value, float low, float high) {
+    float q = value < low ? low : value;
     q = q > high ? high : q;
     return (q + ROUNDING) - ROUNDING;
 }
@@ -119,14 +118,14 @@ INLINE void try_scales(Rows *rows, const float (*scales)[LANES], float low, floa
     for (int c = 0; c < rows->count; c++)
         for (int t = 0; t < NUM_TRIES; t++)
             EACH_LANE {
-                const float value = rows->values[c][l];
-                const float error = value - nearest(value, inverse[t][l], low, high) * rounded[t][l];
-                errors[t][l] += error * error;
+                const float value = rows->values[c][l] * inverse[t][l], error = value - nearest(value, low, high);
+                errors[t][l] += error * error; /* in squares of the scale */
             }
     for (int t = 0; t < NUM_TRIES; t++)
         EACH_LANE {
-            const int is_better = rounded[t][l] != 0 && errors[t][l] < least[l];
-            least[l] = is_better ? errors[t][l] : least[l];
+            const float error = errors[t][l] * (rounded[t][l] * rounded[t][l]);
+            const int is_better = rounded[t][l] != 0 && error < least[l];
+            least[l] = is_better ? error : least[l];
             rows->halves[l] = is_better ? halves[t][l] : rows->halves[l];
         }
 }
@@ -141,7 +140,7 @@ INLINE void refine(const Rows *rows, float low, float high, float (*scales)[LANE
     find_inverse(rows, inverse);
     for (int c = 0; c < rows->count; c++)
         EACH_LANE {
-            const float q = nearest(rows->values[c][l], inverse[l], low, high);
+            const float q = nearest(rows->values[c][l] * inverse[l], low, high);
             products[l] += rows->values[c][l] * q;
             squares[l] += q * q;
         }
@@ -168,7 +167,7 @@ INLINE void search_integers(Rows *rows, float high, float first, float step) {
     try_scales(rows, scales, low, high, least);
     find_inverse(rows, inverse);
     for (int c = 0; c < rows->count; c++)
-        EACH_LANE rows->codes[c][l] = (uint8_t)((int)nearest(rows->values[c][l], inverse[l], low, high) + (int)high + 1);
+        EACH_LANE rows->codes[c][l] = (uint8_t)((int)nearest(rows->values[c][l] * inverse[l], low, high) + (int)high + 1);
 }
 
 /* Finds FP8's scales, by which a row's value farthest from zero is 448, and its codes. */
@@ -191,8 +190,8 @@ INLINE void search_rows(const Search *s, int first_row, int64_t first, int count
     else if (s->source == DTYPE_F16) load_rows(s, DTYPE_F16, first_row, first, factor, &rows);
     else load_rows(s, DTYPE_BF16, first_row, first, factor, &rows);
     if (dtype == DTYPE_FP8) scale_floats(&rows);
-    else if (dtype == DTYPE_INT8) search_integers(&rows, 127, 120.0f, 0.5f);
-    else search_integers(&rows, 7, 6.75f, 0.125f);
+    else if (dtype == DTYPE_INT8) search_integers(&rows, 127, 120.0f, 0.75f);
+    else search_integers(&rows, 7, 6.75f, 0.1875f);
     if (dtype == DTYPE_FP8) memcpy(table + first_row * sizeof *rows.scales, rows.scales, sizeof rows.scales);
     else memcpy(table + first_row * sizeof *rows.halves, rows.halves, sizeof rows.halves);
     for (int c = 0; c < count; c += unit)
