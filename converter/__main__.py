@@ -20,7 +20,20 @@ import numpy as np
 from tqdm import tqdm
 
 from colibri import __version__, headers
-from converter import bin_writer, config, few_bits, forms, hub, inputs, inspection, interleave, mapped, sources, text_files, v1
+from converter import (
+    bin_writer,
+    config,
+    few_bits,
+    forms,
+    hub,
+    inputs,
+    inspection,
+    interleave,
+    mapped,
+    sources,
+    text_files,
+    v1,
+)
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
 EXAMPLES = """\
@@ -203,8 +216,8 @@ def _check_options(options):
         raise ColibriError(options.output, "an output with --inspect, which writes nothing", fix="drop one of them")
     few = [name for name in ("expert_dtype", "dense_dtype", "group") if getattr(options, name)]
     if options.format == "v1" and few:
-        raise ColibriError(f"--{few[0].replace('_', '-')}", getattr(options, few[0]), "none with --format v1, which is f16",
-                           "drop it")
+        raise ColibriError(f"--{few[0].replace('_', '-')}", getattr(options, few[0]),
+                           "none with --format v1, which is f16", "drop it")
     if not options.inspect and not options.output:
         parser().error("the following arguments are required: output")
 

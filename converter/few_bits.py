@@ -157,14 +157,17 @@ def _pack_groups(form, unit, codes, scales, zeros, target):
 
 class _NoModel:
     """Stands for a model whose library is that of config.h's defaults: the search has no shape."""
+
     path = None
-    header = {name: headers.default().constants[macro] for name, macro in headers.default().macros.items()}
+
+    def __init__(self):
+        self.header = {name: headers.default().constants[macro] for name, macro in headers.default().macros.items()}
 
 
 @functools.cache
 def library():
     """Returns the library that searches. It is built where it is not there."""
-    return native.Library(build.library_path(_NoModel))
+    return native.Library(build.library_path(_NoModel()))
 
 
 def _search_unit(tensors, source, dtype):

@@ -47,11 +47,11 @@ def choose(wanted, sources, fields, compute, where, unknown=None):
         if kinds[name] in CLASSES:
             matrices[kinds[name]] += [tensor for parts in experts for tensor in parts]
     for name in CLASSES:
-        dtype = getattr(wanted, name)
+        dtype, forms[name] = getattr(wanted, name), None
         if matrices[name]:
             forms[name] = _form(name, dtype, wanted.group, matrices[name], compute, where, notes, unknown)
-        else:  # none in the model, or all of them missing
-            forms[name] = _plain_form(compute if dtype == "keep" else dtype, wanted.group) if name in kinds.values() else None
+        elif name in kinds.values():  # all of them missing
+            forms[name] = _plain_form(compute if dtype == "keep" else dtype, wanted.group)
     return Choice(forms, compute, notes)
 
 
@@ -138,8 +138,7 @@ def header_fields(choice):
 
 
 def label(choice):
-    """Returns how matrices are stored in words: "bf16", "int4 (groups of 64), but int8 (groups of 64) beside the experts".
-    """
+    """Returns how matrices are stored in words: "bf16", "int4 (groups of 64), but bf16 beside the experts"."""
     texts = {name: _text(form) for name, form in choice.forms.items() if form}
     expert, dense, embed = (texts.get(name) for name in CLASSES)
     others = [f"but {dense} beside the experts"] if expert and dense and dense != expert else []

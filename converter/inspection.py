@@ -35,7 +35,8 @@ def describe(plan, wanted):
     formats = {}
     for name in (plan.compute, "fp8", "int8", "int4"):
         with suppress(ColibriError):  # where --dtype NAME is one
-            formats[name] = _sizes(plan, forms.choose(forms.alike(name), bound.sources, fields, plan.compute, plan.where))
+            other = forms.choose(forms.alike(name), bound.sources, fields, plan.compute, plan.where)
+            formats[name] = _sizes(plan, other)
     total = sum(prod(tensor.shape) for tensor in table)
     idle = sum(prod(tensor.shape) for tensor in table if len(tensor.shape) == 3) * (
         fields["num_experts"] - fields["k"]) // fields["num_experts"]

@@ -37,7 +37,9 @@ def matrix(name, tensors, scheme, where):
 
 
 def _gptq(parts, scheme, where):
-    """qweight int32 [columns / values of a word, rows], qzeros [groups, rows / values of a word], scales [groups, rows]."""
+    """Reads qweight int32 [columns / values of a word, rows], qzeros [groups, rows / values of a word] and scales
+    [groups, rows].
+    """
     weight, zeros, scales, order = (parts[word] for word in ("qweight", "qzeros", "scales", "g_idx"))
     bits, = scheme.bits
     per_word = 32 // bits
@@ -66,7 +68,7 @@ def _gptq(parts, scheme, where):
 
 
 def _awq(parts, scheme, where):
-    """qweight int32 [columns, rows / 8], qzeros [groups, rows / 8], scales [groups, rows]."""
+    """Reads qweight int32 [columns, rows / 8], qzeros [groups, rows / 8] and scales [groups, rows]."""
     weight, zeros, scales = (parts[word] for word in ("qweight", "qzeros", "scales"))
     groups, rows = scales.shape if len(scales.shape) == 2 else (0, 0)
     columns = weight.shape[0]
@@ -84,17 +86,17 @@ def _awq(parts, scheme, where):
 
 
 def _compressed(parts, scheme, where):
-    """weight_packed int32 [rows, columns / values of a word], weight_scale [rows, groups]; weight_shape is both sizes.
-
-    A zero point is a row's and group's, packed over rows, or int8.
+    """Reads weight_packed int32 [rows, columns / values of a word] and weight_scale [rows, groups]; weight_shape is
+    rows and columns. A zero point is a row's and group's, packed over rows, or int8.
     """
     weight, scales, zeros, order = (parts[word] for word in ("weight_packed", "weight_scale", "weight_zero_point",
                                                              "weight_g_idx"))
     rows, columns = map(int, parts["weight_shape"].array()) if parts["weight_shape"].shape == (2,) else (0, 0)
     bits = next((bits for bits in scheme.bits if weight.shape == (rows, -(-columns * bits // 32))), None)
     if bits is None or not columns:
-        raise ColibriError(where, f"{weight.name}: {weight.dtype} {weight.shape}", f"rows and columns {[rows, columns]} "
-                           f"in {' or '.join(map(str, scheme.bits))} bits", "the checkpoint and its config disagree")
+        raise ColibriError(where, f"{weight.name}: {weight.dtype} {weight.shape}",
+                           f"rows and columns {[rows, columns]} in {' or '.join(map(str, scheme.bits))} bits",
+                           "the checkpoint and its config disagree")
     groups = scales.shape[1] if len(scales.shape) == 2 else 0
     group = _group(weight, columns, groups, scheme, where)
     _check(weight, "int32", weight.shape, where)

@@ -44,7 +44,8 @@ def _fp8(tensor, scale, block, group, where):
     It has a scale for each block of rows and columns, for each group of a row, for each row, or one alone.
     """
     *experts, rows, columns = tensor.shape if len(tensor.shape) in (2, 3) else (0, 0)
-    tables = {(1, 1): (rows, columns), (rows, 1): (1, columns), (rows, -(-columns // (group or columns or 1))): (1, group),
+    tables = {(1, 1): (rows, columns), (rows, 1): (1, columns),
+              (rows, -(-columns // (group or columns or 1))): (1, group or columns),
               (-(-rows // block[0]), -(-columns // block[1])): tuple(block)}
     shape = scale.shape[len(experts):] if scale.shape[:len(experts)] == tuple(experts) else None
     if shape is not None and len(shape) < 2:
@@ -53,7 +54,8 @@ def _fp8(tensor, scale, block, group, where):
         expected = (*experts, -(-rows // block[0]), -(-columns // block[1]))
         raise ColibriError(where, f"{scale.name}: {scale.dtype} {scale.shape}",
                            f"one of {', '.join(SCALE_DTYPES)} and {expected} for {tensor.name}, {tensor.dtype} "
-                           f"{tensor.shape}, or one scale a row, or one in all", "the checkpoint and its config disagree")
+                           f"{tensor.shape}, or one scale a row, or one in all",
+                           "the checkpoint and its config disagree")
     row_block, column_block = tables[shape]
     widen = SCALE_DTYPES[scale.dtype]
 
@@ -64,7 +66,7 @@ def _fp8(tensor, scale, block, group, where):
         table = scale.array().reshape(*experts, *shape)
         place = (numbers % rows) // row_block
         return widen(table[(numbers // rows, place) if experts else place])
-    return Quantized(tensor, "fp8", tensor.shape, column_block or columns, codes, scales)
+    return Quantized(tensor, "fp8", tensor.shape, column_block, codes, scales)
 
 
 def _mxfp4(blocks, scales, where):

@@ -39,7 +39,8 @@ class Values:
     def need(self, names, kind=int):
         value = self.get(names, kind)
         if value is None:
-            raise ColibriError(self.where, f"{self.prefix}{names.split('|')[0]} is not there", kind.__name__, "complete the config")
+            raise ColibriError(self.where, f"{self.prefix}{names.split('|')[0]} is not there", kind.__name__,
+                               "complete the config")
         return value
 
     def flag(self, names, default=False):

@@ -48,7 +48,8 @@ def test_sizes_and_codes(tmp_path, dtype, size):
     assert list(router["shape"]) == [3, 10, 0] and router["bytes"] == 64 * 10 * 4 and router["dtype"] == 0
     assert up["dtype"] == header["weight_dtype"] == headers.default().codes("DTYPE")[dtype]
     with open(tmp_path / "a.bin", "wb", buffering=0) as file:
-        bin_writer.write(file, header, directory, lambda name: (0, [bytes(int(entries[name]["bytes"]))]), lambda size: None)
+        bin_writer.write(file, header, directory, lambda name: (0, [bytes(int(entries[name]["bytes"]))]),
+                         lambda size: None)
     assert set(read_bin(tmp_path / "a.bin")[1]) == set(entries)
 
 

@@ -168,8 +168,8 @@ def test_fp8_of_a_model_in_other_floats(capfd, tmp_path):
     path = tmp_path / "a.safetensors"
     write_typed(path, arrays, codes)
     header, got = convert(path, tmp_path / "kept.bin")  # what is no expert's stays as it is
-    codes = tuple(header[name] for name in ("weight_dtype", "expert_dtype", "dense_dtype", "embed_dtype", "compute_dtype"))
-    assert codes == (1, 6, 1, 0, 2)
+    names = ("weight_dtype", "expert_dtype", "dense_dtype", "embed_dtype", "compute_dtype")
+    assert tuple(header[name] for name in names) == (1, 6, 1, 0, 2)
     np.testing.assert_array_equal(got["embed"], arrays["model.embed_tokens.weight"])
     check_mixtral(got, {**arrays, **products}, 2, 3)
     for dtype, kind in (("f16", np.float16), ("f32", np.float32)):
@@ -258,7 +258,8 @@ def test_version_1_inputs_that_cannot_be(capfd, tmp_path, flags, cause):
     (["--dtype", "int3"], "--dtype: int3, expected one of keep, int4, int8, fp8, f16, bf16, f32"),
     (["--group", "16"], "--group: 16, expected one of 32, 64, 128"),
     (["--group", "32", "--dtype", "fp8"], "--group: 32, expected only with matrices in int4 or int8; drop it"),
-    (["--format", "v1", "--layer", "0", "--expert-dtype", "int8"], "--expert-dtype: int8, expected none with --format v1"), (["--hidden", "64"], "only for a version 1"),
+    (["--format", "v1", "--layer", "0", "--expert-dtype", "int8"], "--expert-dtype: int8, expected none with --format v1"),
+    (["--hidden", "64"], "only for a version 1"),
     (["--activation", "tanh"], "--activation: activation=tanh, expected one of silu, gelu, relu"),
     (["--colour"], "--colour: unknown option, expected one that --help lists"),
     (["--k", "two"], "--k: two, expected an integer"), (["--k", "33"], "k=33, expected 1 to 16")])

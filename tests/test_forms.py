@@ -82,7 +82,7 @@ def test_each_class_has_its_form_and_the_nearest_values(tmp_path, options, expec
 def test_sources_of_any_float(tmp_path, kind, factor):
     arrays = {name: (array * factor).astype(kind) for name, array in gpt_arrays(dtype="f8", hidden=70).items()}
     arrays["transformer.h.0.mlp.experts.1.w1.weight"][:] = 0
-    header, got = convert(write_pt(tmp_path / "a.pt", arrays), tmp_path / "a.bin", *STACK, "--dtype", "int4")
+    _, got = convert(write_pt(tmp_path / "a.pt", arrays), tmp_path / "a.bin", *STACK, "--dtype", "int4")
     scale = Checkpoint(tmp_path / "a.bin").scales["layers.0.experts_up"]
     most = max(float(np.abs(arrays[f"transformer.h.0.mlp.experts.{e}.w1.weight"]).max()) for e in range(3))
     assert 2.0 ** 14 < most / scale < 2.0 ** 19 and np.log2(scale) % 1 == 0
@@ -140,8 +140,9 @@ def test_inspect_counts_the_bytes_of_every_format(capfd, tmp_path, folder):
 
 
 def test_the_compute_dtype_is_the_checkpoints_own(tmp_path):
-    for dtype, config, expected in ((np.float16, {}, 2), (np.float32, {}, 2), (np.float32, {"torch_dtype": "bfloat16"}, 3),
-                                    (np.float16, {"dtype": "bfloat16"}, 3), (np.float32, {"dtype": "float32"}, 2)):
+    for dtype, config, expected in (
+            (np.float16, {}, 2), (np.float32, {}, 2), (np.float32, {"torch_dtype": "bfloat16"}, 3),
+            (np.float16, {"dtype": "bfloat16"}, 3), (np.float32, {"dtype": "float32"}, 2)):
         mixtral(tmp_path, dtype=dtype)
         (tmp_path / "config.json").write_text(json.dumps({**MIXTRAL_CONFIG, **config}))
         header, _ = convert(tmp_path / "a.pt", tmp_path / "a.bin", "--dtype", "int4")

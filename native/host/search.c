@@ -167,7 +167,10 @@ INLINE void search_integers(Rows *rows, float high, float first, float step) {
     try_scales(rows, scales, low, high, least);
     find_inverse(rows, inverse);
     for (int c = 0; c < rows->count; c++)
-        EACH_LANE rows->codes[c][l] = (uint8_t)((int)nearest(rows->values[c][l] * inverse[l], low, high) + (int)high + 1);
+        EACH_LANE {
+            const float q = nearest(rows->values[c][l] * inverse[l], low, high);
+            rows->codes[c][l] = (uint8_t)((int)q + (int)high + 1);
+        }
 }
 
 /* Finds FP8's scales, by which a row's value farthest from zero is 448, and its codes. */
@@ -222,7 +225,8 @@ static void search_item(const void *job, long column_group) {
     ((const Search *)job)->run(job, column_group);
 }
 
-int colibri_search(const void *rows, int source, int64_t columns, int dtype, int group, float unit, void *panel, int num_threads) {
+int colibri_search(const void *rows, int source, int64_t columns, int dtype, int group, float unit, void *panel,
+                   int num_threads) {
     Search search = {rows, source, columns, {dtype, group, 0}, unit, panel, search_portable};
     if (source >= NUM_WIDE_DTYPES || (dtype != DTYPE_INT8 && dtype != DTYPE_INT4 && dtype != DTYPE_FP8))
         return fail("colibri_search: source=%d, dtype=%d, expected wide weights, and int8, int4 or fp8", source, dtype);

@@ -34,8 +34,8 @@ SHARED = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "
 MODELS = {"mixtral": {**SHARED, "num_hidden_layers": 1, "intermediate_size": 96, "num_local_experts": 3},
           "qwen3_moe": {**SHARED, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 4,
                         "mlp_only_layers": [1]},
-          "deepseek_v3": {**SHARED, "head_dim": 16, "num_key_value_heads": 4, "intermediate_size": 160, "moe_intermediate_size": 32, "n_routed_experts": 4,
-                          "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 48, "kv_lora_rank": 32,
+          "deepseek_v3": {**SHARED, "head_dim": 16, "num_key_value_heads": 4, "intermediate_size": 160,
+                          "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 48, "kv_lora_rank": 32,
                           "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24, "first_k_dense_replace": 1},
           "gpt_oss": {**SHARED, "intermediate_size": 64, "num_local_experts": 3}}
 
@@ -68,7 +68,7 @@ def model(kind):
 
 
 def linears(state):
-    return [name for name, value in state.items() if name.endswith("_proj.weight") or name.endswith("_mqa.weight")
+    return [name for name, value in state.items() if name.endswith(("_proj.weight", "_mqa.weight"))
             or "experts" in name and value.dim() == 2]
 
 
@@ -111,11 +111,12 @@ def gptq(library, gptqmodel, kind, folder, bits, group, sym, v2=False):
         meaning[name] = packed(torch.eye(columns)).T
         if v2:
             convert = function(gptqmodel / "gptqmodel/utils/model.py", "convert_gptq_v1_to_v2_format_module")
-            module = types.SimpleNamespace(qzeros=types.SimpleNamespace(data=stored["qzeros"]), qzero_format=lambda format: None)
+            module = types.SimpleNamespace(qzeros=types.SimpleNamespace(data=stored["qzeros"]),
+                                           qzero_format=lambda format: None)
             convert(module, bits, torch.int32)
         state |= {name.removesuffix("weight") + key: value for key, value in stored.items()}
-    save(folder, config, state, {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": sym,
-                                 "checkpoint_format": "gptq_v2" if v2 else "gptq"}, meaning)
+    save(folder, config, state, {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False,
+                                 "sym": sym, "checkpoint_format": "gptq_v2" if v2 else "gptq"}, meaning)
 
 
 def function(path, name):
@@ -164,10 +165,6 @@ def compressed(kind, folder, **arguments):
         rows, columns = weight.shape
         if args.strategy == "tensor":
             parts = weight.reshape(1, 1, -1)
-        elif args.strategy == "block":
-            step = args.block_structure
-            parts = torch.stack([torch.stack([weight[r:r + step[0], c:c + step[1]].flatten() for c in range(0, columns, step[1])])
-                                 for r in range(0, rows, step[0])])
         else:
             parts = weight.reshape(rows, -1, args.group_size or columns)
         scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
@@ -203,8 +200,8 @@ def fp8(kind, folder, block):
                 wide[part] = scale[r, c]
         stored = (weight / wide).to(torch.float8_e4m3fn)
         whole = rows % grid[0] == columns % grid[1] == 0 and rows // grid[0] in (rows, block[0])
-        meaning[name] = (decode._dequantize_one(stored, scale, torch.float32) if whole and columns // grid[1] in (columns, block[1])
-                         else stored.float() * wide)
+        whole = whole and columns // grid[1] in (columns, block[1])  # as the library takes it
+        meaning[name] = decode._dequantize_one(stored, scale, torch.float32) if whole else stored.float() * wide
         state |= {name: stored, name + "_scale_inv": scale}
     save(folder, config, state, {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                                  "weight_block_size": block}, meaning)
@@ -232,7 +229,8 @@ def main(auto_gptq, auto_awq, gptqmodel):
     gptq(auto_gptq, gptqmodel, "mixtral", "gptq8_v2", 8, -1, False, v2=True)
     awq(auto_awq, "qwen3_moe", "awq", 32)
     compressed("mixtral", "packed4", num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
-    compressed("qwen3_moe", "packed4_asymmetric", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)
+    compressed("qwen3_moe", "packed4_asymmetric", num_bits=4, type="int", strategy="group", group_size=32,
+               symmetric=False)
     compressed("deepseek_v3", "packed8", num_bits=8, type="int", strategy="channel", symmetric=True)
     compressed("mixtral", "float_channel", num_bits=8, type="float", strategy="channel", symmetric=True)
     compressed("qwen3_moe", "float_tensor", num_bits=8, type="float", strategy="tensor", symmetric=True)
