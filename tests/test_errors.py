@@ -1,8 +1,10 @@
 """The catalogue of errors: what causes each, and its exact line. Each exits with 2, without a traceback or output."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -254,6 +256,39 @@ def test_prompts_that_the_models_tokenizer_does_not_take(place):
         write("prompt.txt", prompt)
         run = program("colibri.run", "--model", "words.bin", "--no-build", "--prompt", "@prompt.txt", cwd=place)
         assert line_of(run) == line
+
+
+# A folder of tests/data/quantized, what is changed in its quantization_config, options, and the line that it ends with.
+FEW_BITS = [
+    ("gptq4", {"bits": 3}, [],
+     "gptq4/config.json: quantization_config.bits=3, expected 4 or 8; correct the config, or it asks for what Colibri does "
+     "not compute"),
+    ("gptq4", {"quant_method": "bitsandbytes"}, [],
+     'gptq4/config.json: quantization_config.quant_method="bitsandbytes", expected "fp8" or "mxfp4" or "gptq" or "awq" or '
+     '"compressed-tensors"; correct the config, or it asks for what Colibri does not compute'),
+    ("gptq4", {"group_size": 64}, [],
+     "gptq4: model.layers.0.block_sparse_moe.experts.0.w1.qweight: 2 groups for 64 columns, expected group_size=64; the "
+     "checkpoint and its config disagree"),
+    ("awq", {"version": "gemv"}, [],
+     'awq/config.json: quantization_config.version="gemv", expected "gemm" or "GEMM"; correct the config, or it asks for '
+     "what Colibri does not compute"),
+    ("awq", {}, ["--group", "64"],
+     "awq: model.layers.0.mlp.experts.0.gate_proj.qweight: int4 in groups of 32 columns, expected a multiple of 64, or a "
+     "whole row; choose --dtype bf16, f16 or f32"),
+    ("fp8", {}, ["--group", "64", "--dtype", "f16"],
+     "--group: 64, expected only with matrices in int4 or int8; drop it"),
+    ("fp8", {}, ["--format", "v1", "--layer", "1", "--group", "64"],
+     "--group: 64, expected none with --format v1, which is f16; drop it")]
+
+
+@pytest.mark.parametrize(("name", "changes", "options", "line"), FEW_BITS)
+def test_checkpoints_of_few_bits(tmp_path, name, changes, options, line):
+    shutil.copytree(ROOT / "tests" / "data" / "quantized" / name, tmp_path / name)
+    values = json.loads((tmp_path / name / "config.json").read_text())
+    values["quantization_config"].update(changes)
+    (tmp_path / name / "config.json").write_text(json.dumps(values))
+    run = program("converter", name, "a.bin", *options, cwd=tmp_path)
+    assert line_of(run) == line and not (tmp_path / "a.bin").exists()
 
 
 def test_full_stdout(place):
