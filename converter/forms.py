@@ -92,7 +92,8 @@ def _kept_form(dtype, group, matrices, where):
             return Form(CODES[dtype], size, int(zeros))
     tensor = next(tensor for tensor in matrices if not few_bits.fits(tensor, groups[-1]))
     raise ColibriError(where, f"{tensor.name}: {dtype} in groups of {tensor.group} columns",
-                       f"a multiple of {groups[-1]}, or a whole row", few_bits.NO_CHOICE)
+                       f"a multiple of {groups[-1]}, or a whole row",
+                       "leave --group out" if group in GROUPS[:2] else few_bits.NO_CHOICE)
 
 
 def _shared_dtype(matrices, where, unknown):

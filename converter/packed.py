@@ -22,18 +22,21 @@ SCALE_DTYPES = {"float32": np.float64, "float16": np.float64, "float8_e8m0fnu": 
                 "bfloat16": lambda bits: (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)}
 
 
-def matrix(name, tensors, scheme, where):
-    """Returns the Found of a name that belongs to a packed matrix with all of its parts, or None."""
+def matrix(name, tensors, scheme, where, missing):
+    """Returns the Found of a name that is the first part of a packed matrix, or None.
+
+    missing: a list that gets the names of parts that are not there; the Found's matrix is then None.
+    """
     base, _, last = name.rpartition(".")
     reader = READERS.get((scheme.method, last))
     if reader is None:
         return None
     needed, optional, read = reader
     parts = {word: tensors.get(f"{base}.{word}") for word in (last, *needed, *optional)}
-    lacking = next((word for word in needed if parts[word] is None), None)
-    if lacking:
-        raise ColibriError(where, f"{name} without {base}.{lacking}", "both", "the checkpoint is incomplete")
-    return Found(f"{base}.weight", read(parts, scheme, where), [part for part in parts.values() if part is not None])
+    lacking = [f"{base}.{word}" for word in needed if parts[word] is None]
+    missing += lacking
+    there = [part for part in parts.values() if part is not None]
+    return Found(f"{base}.weight", None if lacking else read(parts, scheme, where), there)
 
 
 def _gptq(parts, scheme, where):

@@ -13,10 +13,10 @@ SCALE_INV, SCALE, BLOCKS, SCALES = "_scale_inv", "_scale", "_blocks", "_scales"
 UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
 
 
-def decoded(tensors, scheme, where):
+def decoded(tensors, scheme, where, missing):
     """Returns `tensors` with each quantized matrix and what belongs to it as one Quantized, under the matrix's name.
 
-    scheme: a Scheme.
+    scheme: a Scheme. missing: a list that gets the names of parts that are not there; their matrix is left out.
     """
     result, used = {}, set()
     for name, tensor in tensors.items():
@@ -26,12 +26,13 @@ def decoded(tensors, scheme, where):
         elif name.endswith(BLOCKS) and (scale := tensors.get(name.removesuffix(BLOCKS) + SCALES)):
             result[name] = _mxfp4(tensor, scale, where)
             used.add(scale.name)
-        elif found := packed.matrix(name, tensors, scheme, where):
-            result[found.name], parts = found.matrix, found.parts
-            used.update(part.name for part in parts)
+        elif found := packed.matrix(name, tensors, scheme, where, missing):
+            result[found.name] = found.matrix
+            used.update(part.name for part in found.parts)
         else:
             result[name] = tensor
-    return {name: tensor for name, tensor in result.items() if isinstance(tensor, Quantized) or tensor.name not in used}
+    return {name: tensor for name, tensor in result.items()
+            if isinstance(tensor, Quantized) or tensor is not None and tensor.name not in used}
 
 
 def _first(tensors, *names):

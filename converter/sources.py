@@ -213,9 +213,10 @@ def bind(family, tensors, fields, where, keys=None):
     "layers.3.experts_up", has one list of Tensors for each expert, to be stacked; what has no experts has one list. The
     list of a gated matrix is gate rows, then up rows. Every tensor is used, left out by name, missing or extra.
     """
-    found, ignored = _by_template(family, decoded(tensors, fields.get("scheme", NONE), where), fields, where)
+    result, missing, used, halves = {}, [], set(), []
+    whole = decoded(tensors, fields.get("scheme", NONE), where, halves)
+    found, ignored = _by_template(family, whole, fields, where)
     prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
-    result, missing, used = {}, [], set()
     for key, alternatives in family.tensors.items():
         if keys and key not in keys:
             continue
@@ -230,7 +231,7 @@ def bind(family, tensors, fields, where, keys=None):
     if not keys:
         result.update((name, [[in_memory(name, fields[name])]]) for name in rope.TENSORS if name in fields)
     extra = [t.name for places in found.values() for t in places.values() if t.name not in used]
-    missing = [name if name.startswith("lm_head.") else prefix + name for name in missing]
+    missing = halves + [name if name.startswith("lm_head.") else prefix + name for name in missing]
     return Bound(result, ignored, missing, extra)
 
 

@@ -261,20 +261,20 @@ def test_prompts_that_the_models_tokenizer_does_not_take(place):
 # A folder of tests/data/quantized, what is changed in its quantization_config, options, and the line that it ends with.
 FEW_BITS = [
     ("gptq4", {"bits": 3}, [],
-     "gptq4/config.json: quantization_config.bits=3, expected 4 or 8; correct the config, or it asks for what Colibri does "
-     "not compute"),
+     ("gptq4/config.json: quantization_config.bits=3, expected 4 or 8; correct the config, or it asks for what Colibri does "
+      "not compute")),
     ("gptq4", {"quant_method": "bitsandbytes"}, [],
-     'gptq4/config.json: quantization_config.quant_method="bitsandbytes", expected "fp8" or "mxfp4" or "gptq" or "awq" or '
-     '"compressed-tensors"; correct the config, or it asks for what Colibri does not compute'),
+     ('gptq4/config.json: quantization_config.quant_method="bitsandbytes", expected "fp8" or "mxfp4" or "gptq" or "awq" or '
+      '"compressed-tensors"; correct the config, or it asks for what Colibri does not compute')),
     ("gptq4", {"group_size": 64}, [],
-     "gptq4: model.layers.0.block_sparse_moe.experts.0.w1.qweight: 2 groups for 64 columns, expected group_size=64; the "
-     "checkpoint and its config disagree"),
+     ("gptq4: model.layers.0.block_sparse_moe.experts.0.w1.qweight: 2 groups for 64 columns, expected group_size=64; the "
+      "checkpoint and its config disagree")),
     ("awq", {"version": "gemv"}, [],
-     'awq/config.json: quantization_config.version="gemv", expected "gemm" or "GEMM"; correct the config, or it asks for '
-     "what Colibri does not compute"),
+     ('awq/config.json: quantization_config.version="gemv", expected "gemm" or "GEMM"; correct the config, or it asks for '
+      "what Colibri does not compute")),
     ("awq", {}, ["--group", "64"],
-     "awq: model.layers.0.mlp.experts.0.gate_proj.qweight: int4 in groups of 32 columns, expected a multiple of 64, or a "
-     "whole row; choose --dtype bf16, f16 or f32"),
+     ("awq: model.layers.0.mlp.experts.0.gate_proj.qweight: int4 in groups of 32 columns, expected a multiple of 64, or a "
+      "whole row; leave --group out")),
     ("fp8", {}, ["--group", "64", "--dtype", "f16"],
      "--group: 64, expected only with matrices in int4 or int8; drop it"),
     ("fp8", {}, ["--format", "v1", "--layer", "1", "--group", "64"],

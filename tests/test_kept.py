@@ -18,7 +18,7 @@ from colibri import headers
 from converter import __main__ as converter
 from converter import config, few_bits, quantized, scheme
 from converter.safetensors_reader import DTYPES, read_file
-from converter.tensor import NUMPY_DTYPES
+from converter.tensor import NUMPY_DTYPES, Storage, Tensor
 
 FOLDERS = sorted(path.parent for path in (DATA / "quantized").glob("*/meaning.json"))
 CODES = headers.default().codes("DTYPE")
@@ -69,7 +69,7 @@ def test_all_folders_are_listed():
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_numbers_are_the_librarys(folder):
     tensors = read_file(folder / "model.safetensors")
-    found = quantized.decoded(tensors, scheme.scheme(config.load(None, folder)), str(folder))
+    found = quantized.decoded(tensors, scheme.scheme(config.load(None, folder)), str(folder), [])
     meaning = json.loads((folder / "meaning.json").read_text())
     assert {name for name, tensor in found.items() if isinstance(tensor, quantized.Quantized)} == meaning.keys()
     for name, expected in meaning.items():
@@ -133,7 +133,7 @@ def test_a_class_of_mixed_kinds_becomes_16_bits(capfd, tmp_path, copied):
     folder = copied("gptq4")
     tensors = read_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj."
-    values = quantized.decoded(tensors, scheme.scheme(config.load(None, folder)), "x")[name + "weight"].rows(0, 64)
+    values = quantized.decoded(tensors, scheme.scheme(config.load(None, folder)), "x", [])[name + "weight"].rows(0, 64)
     bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     arrays = dict(tensors)
     path = written(folder, drop=[key for key in arrays if key.startswith(name)]) / "model.safetensors"
@@ -215,7 +215,7 @@ REFUSALS = [
                                        "without desc_act")),
     ("gptq4_asymmetric", spoiled("q_proj.qzeros", (0, 0), -1),
      "q_proj.qzeros: a zero point stored as 15, expected one below, since some read it as 0 and others as 16; save the"),
-    ("gptq4", lacking("k_proj.scales"), "k_proj.qweight without model.layers.0.self_attn.k_proj.scales, expected both"),
+    ("gptq4", lacking("k_proj.scales"), "gptq4: missing tensor model.layers.0.self_attn.k_proj.scales (and 1 more), expected 3 experts in each"),
     ("gptq4", spoiled("k_proj.scales", (0, 7), np.inf), "k_proj.qweight: a scale that is not finite at [7, 0]"),
     ("awq", settings(version="gemv"), 'version="gemv", expected "gemm" or "GEMM"'),
     ("awq", settings(bits=8), "bits=8, expected 4"),
@@ -239,6 +239,31 @@ def test_what_cannot_be_kept_is_refused_by_name(capfd, tmp_path, copied, name, c
     folder = change(copied(name))
     error = refusal(capfd, folder, tmp_path / "a.bin")
     assert cause in error and not (tmp_path / "a.bin").exists(), error
+
+
+def test_inspect_lists_parts_that_are_missing(capfd, tmp_path, copied):
+    folder = lacking("k_proj.scales")(copied("gptq4"))
+    assert converter.main([str(folder), "--inspect", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["missing"] == [
+        f"model.layers.0.self_attn.k_proj.{part}" for part in ("scales", "weight")]
+
+
+def test_zero_points_may_be_bytes():
+    """As earlier versions of compressed-tensors wrote them."""
+    folder = DATA / "quantized" / "packed4_asymmetric"
+    tensors, how = read_file(folder / "model.safetensors"), scheme.scheme(config.load(None, folder))
+    before = quantized.decoded(tensors, how, "x", [])
+    for name, tensor in list(tensors.items()):
+        if name.endswith("weight_zero_point"):
+            words = np.ascontiguousarray(tensor.array().T).view(np.uint8)
+            bytes_ = (np.stack([words & 15, words >> 4], -1).reshape(len(words), -1).T - np.uint8(8)).view(np.int8)
+            data = np.ascontiguousarray(bytes_).tobytes()
+            shape = bytes_.shape
+            tensors[name] = Tensor(name, "int8", shape, (shape[1], 1), Storage("x", data, 0, len(data)), 0)
+    after = quantized.decoded(tensors, how, "x", [])
+    for name, matrix in before.items():
+        if isinstance(matrix, quantized.Quantized):
+            np.testing.assert_array_equal(after[name].rows(0, matrix.shape[0]), matrix.rows(0, matrix.shape[0]))
 
 
 def test_groups_of_16_can_be_dequantized(tmp_path, copied):

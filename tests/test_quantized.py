@@ -15,7 +15,7 @@ RANDOM = np.random.default_rng(7)
 
 
 def decoded(tensors, block=(128, 128)):
-    return quantized.decoded(tensors, schemes.NONE._replace(block=list(block)), "case")
+    return quantized.decoded(tensors, schemes.NONE._replace(block=list(block)), "case", [])
 
 
 def tensor(name, dtype, array):
