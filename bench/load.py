@@ -153,7 +153,7 @@ def main():
     parser.add_argument("--options", default="", metavar="TEXT", help="more options of the service")
     options = parser.parse_args()
     if options.png and not importlib.util.find_spec("matplotlib"):
-        raise ColibriError("--png: matplotlib is not installed, expected it for a plot; run pip install matplotlib")
+        raise ColibriError("--png", "matplotlib is not installed", "it for a plot", "run pip install matplotlib")
     rows = []
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     with Service(example_model(options.model), "--batch-size", CONNECTIONS, *shlex.split(options.options)) as service:

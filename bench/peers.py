@@ -70,7 +70,7 @@ def main():
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows there")
     arguments = parser.parse_args()
     if torch is None:
-        raise ColibriError("torch and transformers: not installed, expected both, to be compared with; install them")
+        raise ColibriError("torch and transformers", "not installed", "both, to be compared with", "install them")
     rows = []
     for name in ("32x2-4096-14336", "128x8-2048-768"):
         shape, bench = kernels.SHAPES[name], kernels.Bench(name)

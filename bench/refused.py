@@ -37,8 +37,8 @@ def tokenizer():
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ColibriError("tokenizers: not installed, expected it for this benchmark; run pip install "
-                           "tokenizers") from None
+        raise ColibriError("tokenizers", "not installed", "it for this benchmark",
+                           "run pip install tokenizers") from None
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     made.train([str(ROOT / "tests" / "data" / "heldout.txt")], trainers.BpeTrainer(
@@ -106,7 +106,7 @@ def gaps(service, line, seconds):
         sender.join()
     for answer in answers:
         if answer.get("error", {}).get("code") != "too_long":
-            raise ColibriError(f"service: {str(answer)[:200]}, expected too_long; look at its log")
+            raise ColibriError("service", str(answer)[:200], "too_long", "look at its log")
     found = [gap for client in clients for gap in client.gaps if gap]  # 0: it came with the token before
     found += [1e3 * (end - client.last) for client in clients if client.last]
     return max(found), statistics.median(found)

@@ -24,12 +24,12 @@ def check_regular(path, where, what):
     kind = os.stat(path).st_mode
     if not stat.S_ISREG(kind):
         got = "directory" if stat.S_ISDIR(kind) else "special file"
-        raise ColibriError(f"{where}: a {got}, expected a file {what}")
+        raise ColibriError(where, f"a {got}", f"a file {what}")
 
 
 def check_output(path, where):
     if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
-        raise ColibriError(f"{where}: {path}, a pipe, expected a file; choose another name")
+        raise ColibriError(where, f"{path}, a pipe", "a file", "choose another name")
 
 
 def check_replaceable(path, where):
@@ -42,20 +42,20 @@ def read_array(path, checkpoint):
     """Returns the checked hidden states of a file, mapped."""
     hidden, vocab_size = (checkpoint.header[name] for name in ("hidden", "vocab_size"))
     if vocab_size:
-        raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size}, expected 0 for --input, a bare stack of MoE "
-                           "layers; give this model a --prompt")
+        raise ColibriError(checkpoint.path, f"vocab_size={vocab_size}", "0 for --input, a bare stack of MoE layers",
+                           "give this model a --prompt")
     try:
         check_regular(path, path, "that numpy.save wrote")
         x = _map_array(path)
     except NPY_ERRORS as error:  # numpy's own messages speak of pickles
         reason = getattr(error, "strerror", None) or "not an array of numbers"
-        raise ColibriError(f"{path}: {reason}, expected an .npy file of numbers; write it with numpy.save") from None
+        raise ColibriError(path, reason, "an .npy file of numbers", "write it with numpy.save") from None
     if not isinstance(x, np.ndarray) or x.dtype not in (np.float32, np.float16):
-        raise ColibriError(f"{path}: dtype={getattr(x, 'dtype', 'an archive')}, expected float32 or float16; "
+        raise ColibriError(path, f"dtype={getattr(x, 'dtype', 'an archive')}", "float32 or float16",
                            "convert it with numpy.astype")
     if x.ndim != 2 or x.shape[1] != hidden or len(x) == 0:
-        raise ColibriError(f"{path}: shape={x.shape}, expected (tokens, {hidden}) from hidden={hidden} of "
-                           f"{checkpoint.path}; give it rows of that size")
+        raise ColibriError(path, f"shape={x.shape}", f"(tokens, {hidden}) from hidden={hidden} of {checkpoint.path}",
+                           "give it rows of that size")
     return x
 
 
@@ -74,7 +74,7 @@ def check_rows(path, rows, first):
     finite = np.isfinite(rows)
     if not finite.all():
         row = first + int(np.argmin(finite.all(axis=1)))
-        raise ColibriError(f"{path}: row {row} holds NaN or inf, expected finite numbers; look at what made it")
+        raise ColibriError(path, f"row {row} holds NaN or inf", "finite numbers", "look at what made it")
 
 
 def write_array(path, array):
@@ -107,8 +107,7 @@ def _put(file, path):
 
 
 def _unwritten(path, error, num_bytes):
-    return ColibriError(f"{path}: {error.strerror or error}, expected to write {num_bytes} bytes there; "
-                        "choose another --output")
+    return ColibriError(path, error.strerror or error, f"to write {num_bytes} bytes there", "choose another --output")
 
 
 def _umask():
@@ -127,8 +126,8 @@ class Rows:
     def __init__(self, path, output, checkpoint):
         x = read_array(path, checkpoint)
         if not x.flags.c_contiguous:
-            raise ColibriError(f"{path}: fortran_order=True, expected rows one after another; write it with "
-                               "numpy.save(path, numpy.ascontiguousarray(x))")
+            raise ColibriError(path, "fortran_order=True", "rows one after another",
+                               "write it with numpy.save(path, numpy.ascontiguousarray(x))")
         self.path, self.output, self.shape = path, output, x.shape
         self._dtype, self._offset = x.dtype, x.offset
         self._input = self._temporary = None
@@ -141,7 +140,7 @@ class Rows:
             self._input = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that has taken its place would wait
             check_regular(self._input, self.path, "that numpy.save wrote")
         except OSError as error:
-            raise ColibriError(f"{self.path}: {error.strerror}, expected an .npy file of numbers") from None
+            raise ColibriError(self.path, error.strerror, "an .npy file of numbers") from None
         try:
             check_replaceable(self.output, self.output)
             with _making:
@@ -159,10 +158,10 @@ class Rows:
         try:
             data = os.pread(self._input, count * row_bytes, self._offset + start * row_bytes)
         except OSError as error:
-            raise ColibriError(f"{self.path}: {error.strerror}, expected to read rows there") from None
+            raise ColibriError(self.path, error.strerror, "to read rows there") from None
         if len(data) < count * row_bytes:
-            raise ColibriError(f"{self.path}: ends within row {start + len(data) // row_bytes}, expected {len(self)} "
-                               "rows; it was cut off while it was read")
+            raise ColibriError(self.path, f"ends within row {start + len(data) // row_bytes}", f"{len(self)} rows",
+                               "it was cut off while it was read")
         rows = np.frombuffer(data, self._dtype).reshape(count, -1)
         check_rows(self.path, rows, start)
         return rows

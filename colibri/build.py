@@ -44,13 +44,13 @@ def library_path(checkpoint, arch="host", build=True):
     """
     if chosen := os.environ.get("COLIBRI_LIBRARY"):
         if not os.path.isfile(chosen):
-            raise ColibriError(f"COLIBRI_LIBRARY={chosen}: not found, expected a libcolibri.so; unset it to build one")
+            raise ColibriError(f"COLIBRI_LIBRARY={chosen}", "not found", "a libcolibri.so", "unset it to build one")
         return chosen
     library, lacks, command = place(checkpoint, arch)
     if not lacks:
         return str(library)
     if not build:
-        raise ColibriError(f"{short(library)}: {lacks}, expected ready for --no-build; run {' '.join(command)}")
+        raise ColibriError(short(library), lacks, "ready for --no-build", f"run {' '.join(command)}")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with open(library.parent / "lock", "w") as lock:
@@ -58,7 +58,7 @@ def library_path(checkpoint, arch="host", build=True):
             if not _is_current(library):
                 _make(library, command, config_string(checkpoint.header))
     except OSError as error:
-        raise ColibriError(f"{error.filename or library.parent}: {error.strerror}, expected to write a library there; "
+        raise ColibriError(error.filename or library.parent, error.strerror, "to write a library there",
                            "set COLIBRI_LIBRARY to a library built elsewhere") from None
     return str(library)
 
@@ -105,22 +105,22 @@ def check_defines(checkpoint=None):
         name, _, value = option.removeprefix("-D").partition("=")
         if not DEFINE.fullmatch(option):  # make would expand $(...) in it
             fix = f"write DEFINES=-D{option}" if DEFINE.fullmatch(f"-D{option}") else "leave it out"
-            raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE; {fix}")
+            raise ColibriError("DEFINES", option, "-DNAME=VALUE", fix)
         if name not in headers.default().options:
-            raise ColibriError(f"DEFINES: {option}, expected -DNAME=VALUE with a NAME of "
-                               f"{' '.join(headers.default().options)}; correct it")
+            raise ColibriError("DEFINES", option, f"-DNAME=VALUE with a NAME of {' '.join(headers.default().options)}",
+                               "correct it")
         if name in names:
-            raise ColibriError(f"DEFINES: {option}, expected {name} once; leave one of them out")
+            raise ColibriError("DEFINES", option, f"{name} once", "leave one of them out")
         names.add(name)
         field = {macro: field for field, macro in headers.default().macros.items()}[name]
         shape = field in headers.default().structs["BinHeader"].names
         least = 0 if shape else 1
         if not NUMBER.fullmatch(value) or int(value) < least:  # C takes 32+1 apart where it multiplies, and 064 as 52
-            raise ColibriError(f"DEFINES: {option}, expected a number of {least} to 99999999, in digits without a 0 "
-                               "before them; correct it")
+            raise ColibriError("DEFINES", option,
+                               f"a number of {least} to 99999999, in digits without a 0 before them", "correct it")
         if shape and checkpoint is not None and value != str(checkpoint.header[field]):
-            raise ColibriError(f"DEFINES: {option}, expected {checkpoint.header[field]} as in {checkpoint.path}; the "
-                               "model decides, leave it out")
+            raise ColibriError("DEFINES", option, f"{checkpoint.header[field]} as in {checkpoint.path}",
+                               "the model decides, leave it out")
 
 
 def raise_limit(macro, value, step_tokens=MOST):
@@ -148,8 +148,8 @@ def compare(library, checkpoint):
         if name in checkpoint.header and value != checkpoint.header[name]:
             fix = "unset COLIBRI_LIBRARY, or " if "COLIBRI_LIBRARY" in os.environ else ""
             fix += f"build its library with {' '.join(make_command(checkpoint, arch))}"
-            raise ColibriError(f"{library.file}: {name}={value}, expected {checkpoint.header[name]} from "
-                               f"{checkpoint.path}; {fix}")
+            raise ColibriError(library.file, f"{name}={value}", f"{checkpoint.header[name]} from {checkpoint.path}",
+                               fix)
 
 
 def _is_current(library):
@@ -168,16 +168,16 @@ def check_tools(arch="host"):
     for tool in ("make", "gcc", "nvcc")[:2 if arch == "host" else 3]:
         if not shutil.which(tool):
             how = "the CUDA toolkit" if tool == "nvcc" else f"it with apt install {APT}"
-            raise ColibriError(f"{tool}: not on PATH, expected it to build libraries; install {how}, or set "
-                               "COLIBRI_LIBRARY to a library built elsewhere")
+            raise ColibriError(tool, "not on PATH", "it to build libraries",
+                               f"install {how}, or set COLIBRI_LIBRARY to a library built elsewhere")
 
 
 def check_compiler():
     """Raises what gcc itself lacks: the C library's headers, OpenMP."""
     made = subprocess.run(PROBE, env={**os.environ, "LC_ALL": "C"}, check=False, capture_output=True, text=True)
     if made.returncode:
-        raise ColibriError(f"gcc: {_cause(made.stderr)}, expected the C library's headers and OpenMP; install them "
-                           f"with apt install {APT}")
+        raise ColibriError("gcc", _cause(made.stderr), "the C library's headers and OpenMP",
+                           f"install them with apt install {APT}")
 
 
 def _cause(output):
@@ -204,7 +204,7 @@ def _make(library, command, config):
         log.write_text(made.stdout)
         if re.search("No such file|cannot find", made.stdout):
             check_compiler()
-        raise ColibriError(f"{' '.join(command)}: {_cause(made.stdout)}; the whole output is in {short(log)}")
+        raise ColibriError(" ".join(command), _cause(made.stdout), fix=f"the whole output is in {short(log)}")
     os.utime(library)  # newer than every source, also than one that this build does not use
 
 
@@ -229,11 +229,11 @@ def main(arguments):
     given = dict(word.split("=", 1) for word in arguments if re.match("(ARCH|MODEL|DEFINES)=", word))
     is_make = arguments[:1] == ["--make"]
     if len(given) + is_make != len(arguments) or not (is_make or given.get("MODEL")):
-        raise ColibriError(f"python -m colibri.build: {' '.join(arguments)!r}, expected MODEL=model.bin, and "
-                           "ARCH=sm_90 or DEFINES=-DNAME=VALUE where needed")
+        raise ColibriError("python -m colibri.build", f"{' '.join(arguments)!r}",
+                           "MODEL=model.bin, and ARCH=sm_90 or DEFINES=-DNAME=VALUE where needed")
     arch = given.get("ARCH", "host")
     if arch not in ARCHS:
-        raise ColibriError(f"ARCH={arch}: expected one of {' '.join(ARCHS)}")
+        raise ColibriError(f"ARCH={arch}", expected=f"one of {' '.join(ARCHS)}")
     if "DEFINES" in given:
         os.environ["DEFINES"] = given["DEFINES"]
     checkpoint = Checkpoint(given["MODEL"]) if given.get("MODEL") else None

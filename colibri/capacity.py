@@ -49,21 +49,24 @@ def choose(checkpoint, asked, num_slots, needed, available):
     own = int(checkpoint.header["max_positions"])
     if not checkpoint.header["num_heads"]:
         if asked is not None:
-            raise ColibriError(f"--context: {asked}, expected only for a model with attention; {checkpoint.path} is a "
-                               "bare stack of MoE layers, leave it out")
+            raise ColibriError("--context", asked, "only for a model with attention",
+                               f"{checkpoint.path} is a bare stack of MoE layers, leave it out")
         return Context(DEFAULT_CONTEXT, DEFAULT_CONTEXT, 0, "stack")
     between("context", asked, None, 1, MAX_CONTEXT)
     if asked and own and asked > own:
-        raise ColibriError(f"--context: {asked}, expected at most {own}, the model's own positions (max_positions of "
-                           f"{checkpoint.path}); use fewer")
+        raise ColibriError("--context", asked,
+                           f"at most {own}, the model's own positions (max_positions of {checkpoint.path})",
+                           "use fewer")
     wanted = asked or own or DEFAULT_CONTEXT
     if wanted <= LEAST_CONTEXT or needed(wanted) <= available:
         return Context(wanted, wanted, own, "option" if asked else "model" if own else "default")
     fits = max(_most(needed, available, wanted), LEAST_CONTEXT)
     if asked:
-        raise ColibriError(f"--context: {asked}, expected at most {fits}, what memory holds with "
-                           f"{num_slots} sessions at once: {needed(asked) / 2**30:.2f} GiB needed, weights included, "
-                           f"{max(available, 0) / 2**30:.2f} GiB free; use fewer, or lower --batch-size")
+        raise ColibriError("--context", asked,
+                           f"at most {fits}, what memory holds with {num_slots} sessions at once: "
+                           f"{needed(asked) / 2**30:.2f} GiB needed, weights included, "
+                           f"{max(available, 0) / 2**30:.2f} GiB free",
+                           "use fewer, or lower --batch-size")
     return Context(fits, wanted, own, "memory")
 
 

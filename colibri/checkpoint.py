@@ -44,9 +44,9 @@ class Checkpoint:
         try:
             self.path = os.fsdecode(path)
         except TypeError:
-            raise ColibriError(f"model: {path}, expected the name of a file") from None
+            raise ColibriError("model", str(path), "the name of a file") from None
         if not self.path:
-            raise ColibriError("model: '', expected the name of a file")
+            raise ColibriError("model", "''", "the name of a file")
         self._headers = headers.default()
         self._constants = self._headers.constants
         self.data = _map(self.path)
@@ -60,12 +60,12 @@ class Checkpoint:
         self.bos = self.header["bos_id"] if self.header["add_bos"] else None
         self.tokenizer = self._read_tokenizer()
 
-    def fail(self, text):
-        raise ColibriError(f"{self.path}: {text}")
+    def fail(self, got, expected=None, fix="the file is damaged, convert again"):
+        raise ColibriError(self.path, got, expected, fix)
 
     def expect(self, condition, name, got, expected, fix="the file is damaged, convert again"):
         if not condition:
-            self.fail(f"{name}={got}, expected {expected}; {fix}")
+            self.fail(f"{name}={got}", expected, fix)
 
     def _read_header(self):
         struct = self._headers.structs["BinHeader"]
@@ -75,11 +75,11 @@ class Checkpoint:
                     "not a Colibri model, make one with python -m converter")
         version = int.from_bytes(start[4:], "little")
         if len(start) == 8 and version == 1:
-            self.fail("version=1, expected 2; it has no dimensions in it, so upgrade it with "
+            self.fail("version=1", 2, "it has no dimensions in it, so upgrade it with "
                       f"python -m converter {self.path} new.bin --hidden H --ffn F --activation NAME "
                       "--renormalize (or --no-renormalize)")
         if len(start) == 8 and version != self._constants["FORMAT_VERSION"]:
-            self.fail(f"version={version}, this build reads 1 and 2; convert again with this converter")
+            self.fail(f"version={version}, this build reads 1 and 2", fix="convert again with this converter")
         self.expect(size >= struct.itemsize, "size", size, f"at least {struct.itemsize} bytes",
                     "the file is cut off, convert again")
         self.header_bytes = self.data[:struct.itemsize].tobytes()
@@ -170,21 +170,20 @@ class Checkpoint:
         for entry in directory:
             name = entry["name"].decode("latin-1")
             if name in found:
-                self.fail(f"{name!r} is in the directory twice, expected once; the file is damaged, convert again")
+                self.fail(f"{name!r} is in the directory twice", "once")
             found[name] = entry
         layers = self.header["num_layers"]
         self.expect(layers <= len(found), "num_layers", layers, f"no more than the {len(found)} tensors of the file")
         tensors = {}
         for tensor in self._headers.tensors(self.header):
             if tensor.name not in found:
-                self.fail(f"{tensor.name} is missing, expected shape {tensor.shape}; convert again")
+                self.fail(f"{tensor.name} is missing", f"shape {tensor.shape}", "convert again")
             tensors[tensor.name] = self._view(tensor, found.pop(tensor.name))
         if found:
-            self.fail(f"{next(iter(found))!r} is not a tensor of such a model; convert again")
+            self.fail(f"{next(iter(found))!r} is not a tensor of such a model", fix="convert again")
         return tensors
 
     def _view(self, tensor, entry):
-        where = f"{self.path}: {tensor.name}"
         code = headers.format_of(tensor.type, self.header)
         names = {code: name.upper() for name, code in self._headers.codes("DTYPE").items()}
         got = names.get(entry["dtype"].item(), entry["dtype"])
@@ -203,8 +202,7 @@ class Checkpoint:
                 (offset % alignment == 0, "offset", offset, f"a multiple of {alignment}"),
                 (offset + size <= len(self.data), "offset", offset,
                  f"at most {len(self.data) - size} for {size} bytes in a file of {len(self.data)}")):
-            if not good:
-                raise ColibriError(f"{where}: {name}={value}, expected {expected}; the file is damaged, convert again")
+            self.expect(good, f"{tensor.name}: {name}", value, expected)
         return self.data[offset:offset + size].view(stored)
 
     def _check_layout(self, directory):
@@ -223,11 +221,10 @@ class Checkpoint:
         regions = sorted(regions) + [(len(self.data), len(self.data), "the end of the file")]
         for (_, end, name), (start, _, following) in itertools.pairwise(regions):
             if start < end:
-                self.fail(f"{following} begins at byte {start}, expected at or after byte {end}, where {name} ends; "
-                          "the file is damaged, convert again")
+                self.fail(f"{following} begins at byte {start}", f"at or after byte {end}, where {name} ends")
             if start - end >= self._constants["DATA_ALIGNMENT"]:
-                self.fail(f"{start - end} bytes between {name} and {following} belong to nothing, expected fewer than "
-                          f"{self._constants['DATA_ALIGNMENT']}; the file is damaged, convert again")
+                self.fail(f"{start - end} bytes between {name} and {following} belong to nothing",
+                          f"fewer than {self._constants['DATA_ALIGNMENT']}")
 
     def _read_tokenizer(self):
         start, size = self.header["tokenizer_offset"], self.header["tokenizer_bytes"]
@@ -244,19 +241,19 @@ def _map(path):
     try:
         kind = os.stat(path).st_mode
         if not stat.S_ISREG(kind):
-            raise ColibriError(f"{path}: a {'directory' if stat.S_ISDIR(kind) else 'special file'}, "
-                               "expected a model file; name a .bin that python -m converter wrote")
+            raise ColibriError(path, f"a {'directory' if stat.S_ISDIR(kind) else 'special file'}", "a model file",
+                               "name a .bin that python -m converter wrote")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
-                raise ColibriError(f"{path}: size=0, expected a model; the file is empty, convert again")
+                raise ColibriError(path, "size=0", "a model", "the file is empty, convert again")
             return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
     except FileNotFoundError:
-        raise ColibriError(f"{path}: not found, expected a model file; make one with "
-                           f"python -m converter checkpoint.pt {path}") from None
+        raise ColibriError(path, "not found", "a model file",
+                           f"make one with python -m converter checkpoint.pt {path}") from None
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.ENOMEM:
-            raise ColibriError(f"{path}: {error.strerror}, expected room for a mapping of {size} bytes; raise the "
-                               "limit of the process's memory (ulimit -v)") from None
+            raise ColibriError(path, error.strerror, f"room for a mapping of {size} bytes",
+                               "raise the limit of the process's memory (ulimit -v)") from None
         reason = getattr(error, "strerror", None) or error
-        raise ColibriError(f"{path}: {reason}, expected a readable model file; check its permissions") from None
+        raise ColibriError(path, reason, "a readable model file", "check its permissions") from None

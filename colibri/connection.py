@@ -172,8 +172,8 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def too_many(self):
-        return Refused(f"connections: {self.server.max_connections} are open and none is idle, expected fewer; close "
-                       "one first", "too_many_connections")
+        return Refused("connections", f"{self.server.max_connections} are open and none is idle", "fewer",
+                       "close one first", code="too_many_connections")
 
     def understand(self, data):
         """Returns what take() needs of a message's bytes. Runs on any thread; raises Refused."""
@@ -233,7 +233,7 @@ class Lines(Connection):
             elif len(line) > self.server.reader.max_bytes:
                 self.refuse(self.server.reader.too_long(line, "line"))
             elif self._is_first and HTTP_LINE.match(line):
-                self.refuse(Refused("line: HTTP, expected a JSON object a line; HTTP is spoken at --http"))
+                self.refuse(Refused("line", "HTTP", "a JSON object a line", "HTTP is spoken at --http"))
                 if not self.is_patient:  # no browser writes to stdin
                     self.close()
             elif line.strip():
@@ -265,8 +265,8 @@ class Lines(Connection):
                 self.server.cancel(self.running[made])
             return
         if made.id in self.running:
-            raise Refused("id: ", id=made.id, content=json.dumps(made.id),
-                          after=" is running, expected another; wait for its end")
+            raise Refused("id", f"{json.dumps(made.id)} is running", "another", "wait for its end", id=made.id,
+                          logged={"got": "... is running"})
         made.owner = self
         self.server.submit(made)
         self.running[made.id] = made

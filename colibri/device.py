@@ -45,9 +45,10 @@ class DeviceMemory:
         needed = sum(self._bytes.values())
         if needed > free:
             listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in self._bytes.items())
-            raise ColibriError(f"GPU memory: {needed / 2**30:.2f} GiB needed ({listed}), {free / 2**30:.2f} GiB free; "
-                               "lower --batch-size or --context, end other processes on the GPU, or run with "
-                               "--backend host")
+            raise ColibriError("GPU memory",
+                               f"{needed / 2**30:.2f} GiB needed ({listed}), {free / 2**30:.2f} GiB free",
+                               fix="lower --batch-size or --context, end other processes on the GPU, or run with "
+                                   "--backend host")
 
     def weights(self, checkpoint):
         """All tensors in one block, laid out as in the file."""

@@ -15,7 +15,7 @@ import textwrap
 from colibri import build, native, places
 from colibri import library as libraries
 from colibri.checkpoint import Checkpoint
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, sentence
 from colibri.weights import usable_processors
 
 CPU_FLAGS = ("avx2", "fma", "f16c")
@@ -73,7 +73,7 @@ def model_lines(paths, used):
         try:
             text, readable = model(Checkpoint(path), used), True
         except ColibriError as error:
-            text = str(error).removeprefix(f"{path}: ")
+            text = sentence(None, *error.parts[1:]) if error.where == path else str(error)
         lines.append((os.path.basename(path), text))
     return lines if readable else [(label, f"needed: {text}") for label, text in lines]
 
@@ -105,13 +105,13 @@ def extra(name):
     try:
         return f"ok: {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
-        raise ColibriError(f"not installed; pip install {name}, for {EXTRAS[name]}") from None
+        raise ColibriError(None, "not installed", fix=f"pip install {name}, for {EXTRAS[name]}") from None
 
 
 def driver():
     """Returns colibri.gpu, where there is a GPU to ask about."""
     if not any(map(os.path.exists, libraries.GPU_NODES)):
-        raise ColibriError("none on this machine: models run on the host")
+        raise ColibriError(None, "none on this machine: models run on the host")
     from colibri import gpu
     return gpu
 
@@ -134,7 +134,8 @@ def gpu_memory():
 def nvcc():
     path = shutil.which("nvcc")
     if not path:
-        raise ColibriError("not on PATH; install the CUDA toolkit and add its bin folder to PATH to build for a GPU")
+        raise ColibriError(None, "not on PATH",
+                           fix="install the CUDA toolkit and add its bin folder to PATH to build for a GPU")
     try:
         made = subprocess.run([path, "--version"], check=False, capture_output=True, timeout=NVCC_SECONDS)
         said = f"status {made.returncode}, without a version"
@@ -144,8 +145,8 @@ def nvcc():
     except subprocess.TimeoutExpired:
         said, version = f"silent for {NVCC_SECONDS} s", None
     if not version:
-        raise ColibriError(f"{path} --version: {said}, expected CUDA's compiler; install the CUDA toolkit again, or "
-                           "take it off PATH")
+        raise ColibriError(f"{path} --version", said, "CUDA's compiler",
+                           "install the CUDA toolkit again, or take it off PATH")
     return f"ok: {path}, CUDA {version[1].decode()}"
 
 

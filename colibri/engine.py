@@ -58,7 +58,7 @@ class Engine:
         self.num_slots = between("num_slots", num_slots, None, 1, MAX_SLOTS)
         self.num_layers = between("num_layers", num_layers, header["num_layers"], 1, header["num_layers"])
         if dispatch not in (None, *DISPATCH):
-            raise ColibriError(f"dispatch: {dispatch}, expected one of {', '.join(DISPATCH)}")
+            raise ColibriError("dispatch", dispatch, f"one of {', '.join(DISPATCH)}")
         opened = time.perf_counter()
         self.library, memory, self.why_host = libraries.load_library(self.checkpoint, backend, build, dispatch)
         loaded = time.perf_counter()
@@ -112,8 +112,8 @@ class Engine:
         self.batch = Batch(memory, library.headers, self.max_piece, self._has_rope_lengths)
         self._model = np.zeros(1, structs["Model"])
         if self._model.nbytes != library.model_bytes():
-            raise ColibriError(f"{library.file}: struct Model={library.model_bytes()} bytes, expected "
-                               f"{self._model.nbytes} from native/model.h; build the library again with make")
+            raise ColibriError(library.file, f"struct Model={library.model_bytes()} bytes",
+                               f"{self._model.nbytes} from native/model.h", "build the library again with make")
         self._address = self._model.ctypes.data
         library.bind(self._address, memory.code, header.ctypes.data, self._weights[0].ctypes.data,
                      self._weights[1].ctypes.data, state, self.batch.address, self.num_slots, self.context,
@@ -141,8 +141,9 @@ class Engine:
         """Tells the kernels where each expert stands: as in the file, expert e at place e."""
         stored, num_experts = self.library.baked["stored_experts"], self.checkpoint.header["num_experts"]
         if stored != num_experts:
-            raise ColibriError(f"{self.library.file}: stored_experts={stored}, expected num_experts={num_experts}, "
-                               "since a model's experts are all in memory; leave STORED_EXPERTS out of DEFINES")
+            raise ColibriError(self.library.file, f"stored_experts={stored}",
+                               f"num_experts={num_experts}, since a model's experts are all in memory",
+                               "leave STORED_EXPERTS out of DEFINES")
         self._places = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))  # kept while it is copied
         self.memory.write(int(self._model["state"]["place"][0]), self._places)
 
@@ -150,10 +151,11 @@ class Engine:
     def session(self):
         """A new, empty timeline. Close it (or use `with`, or drop it) to give its slot to another."""
         if self.checkpoint.header["vocab_size"] == 0:
-            raise ColibriError(f"{self.checkpoint.path}: vocab_size=0, expected tokens; this is a bare stack of MoE "
-                               "layers, run hidden states through it with Engine.stack or --input")
+            raise ColibriError(self.checkpoint.path, "vocab_size=0", "tokens",
+                               "this is a bare stack of MoE layers, run hidden states through it with Engine.stack "
+                               "or --input")
         if not self._free_slots:
-            raise ColibriError(f"num_slots: {self.num_slots} sessions are open, expected fewer to open another; "
+            raise ColibriError("num_slots", f"{self.num_slots} sessions are open", "fewer to open another",
                                "close one, or load the engine with more slots")
         return Session(self, self._free_slots.pop())
 
@@ -246,14 +248,14 @@ class Engine:
         """Runs states x (num_tokens, hidden) through a bare stack of MoE layers; returns float32 of its shape."""
         hidden, vocab_size = (self.checkpoint.header[name] for name in ("hidden", "vocab_size"))
         if vocab_size:
-            raise ColibriError(f"{self.checkpoint.path}: vocab_size={vocab_size}, expected 0, a bare stack of MoE "
-                               "layers; run this model on tokens, with Engine.session or --prompt")
+            raise ColibriError(self.checkpoint.path, f"vocab_size={vocab_size}", "0, a bare stack of MoE layers",
+                               "run this model on tokens, with Engine.session or --prompt")
         try:
             x = np.asarray(x)
         except (TypeError, ValueError):
-            raise ColibriError(f"x: of another form, expected floats of shape (num_tokens, {hidden})") from None
+            raise ColibriError("x", "of another form", f"floats of shape (num_tokens, {hidden})") from None
         if x.ndim != 2 or x.shape[1] != hidden or x.dtype.kind != "f":
-            raise ColibriError(f"x: {x.dtype} of shape {x.shape}, expected floats of shape (num_tokens, {hidden})")
+            raise ColibriError("x", f"{x.dtype} of shape {x.shape}", f"floats of shape (num_tokens, {hidden})")
         y = np.empty(x.shape, np.float32)
         with np.errstate(over="ignore"):  # what float32 cannot hold shows in the result
             for start in range(0, len(x), self.max_tokens):
@@ -269,8 +271,8 @@ class Engine:
     def room(self, num_tokens):
         """How many tokens can be generated after num_tokens: the last is not fed back, and takes no position."""
         if num_tokens > self.context:
-            raise ColibriError(f"tokens: {num_tokens} in one session, expected at most "
-                               f"{self.context_rule(num_tokens)}, or begin another session")
+            raise ColibriError("tokens", f"{num_tokens} in one session",
+                               f"at most {self.context_rule(num_tokens)}, or begin another session")
         return self.context - num_tokens + 1
 
     def context_rule(self, wanted):
@@ -290,7 +292,7 @@ class Engine:
         buffer = self._buffer(name)
         array = np.ascontiguousarray(array, buffer.dtype)
         if array.size > buffer.rows * buffer.columns:
-            raise ColibriError(f"{name}: shape={array.shape}, expected at most {(buffer.rows, buffer.columns)}")
+            raise ColibriError(name, f"shape={array.shape}", f"at most {(buffer.rows, buffer.columns)}")
         self.memory.write(int(self._model["state"][name][0]), array)
 
     @alone
@@ -308,10 +310,10 @@ class Engine:
         The caller keeps the array until then. Returns it.
         """
         if not isinstance(array, np.ndarray):
-            raise ColibriError(f"array: {type(array).__name__}, expected a numpy array")
+            raise ColibriError("array", type(array).__name__, "a numpy array")
         if not array.flags.c_contiguous or array.nbytes == 0:
-            raise ColibriError(f"array: shape={array.shape}, strides={array.strides}, expected C-contiguous and not "
-                               "empty; use numpy.ascontiguousarray")
+            raise ColibriError("array", f"shape={array.shape}, strides={array.strides}", "C-contiguous and not empty",
+                               "use numpy.ascontiguousarray")
         return self.memory.pin(array)
 
     @alone
@@ -338,11 +340,11 @@ class Engine:
     def _check_open(self):
         native.check_process()
         if self._model is None:
-            raise ColibriError("engine: closed, expected open; load the model again")
+            raise ColibriError("engine", "closed", "open", "load the model again")
 
     def _buffer(self, name):
         if name not in self._buffers:
-            raise ColibriError(f"buffer: {name}, expected one of {', '.join(self._buffers)}")
+            raise ColibriError("buffer", str(name), f"one of {', '.join(self._buffers)}")
         return self._buffers[name]
 
     def _run(self, function, *sizes):
@@ -357,5 +359,5 @@ def _check_finite(what, rows, numbers):
     finite = np.isfinite(rows)
     if not finite.all():
         row = numbers[np.argmin(finite.all(axis=1))]
-        raise ColibriError(f"{what}: row {row} holds NaN or inf, expected finite numbers; the weights or the input "
-                           "hold NaN, inf or numbers too large")
+        raise ColibriError(what, f"row {row} holds NaN or inf", "finite numbers",
+                           "the weights or the input hold NaN, inf or numbers too large")

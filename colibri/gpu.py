@@ -32,7 +32,7 @@ def driver():
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise ColibriError(f"cuda-python: {error}, expected cuda.bindings; run pip install cuda-python") from None
+        raise ColibriError("cuda-python", error, "cuda.bindings", "run pip install cuda-python") from None
     return driver
 
 
@@ -40,7 +40,7 @@ def call(name, *arguments):
     """One driver call: what it returns beside the status, alone or as a tuple."""
     status, *values = try_call(name, *arguments)
     if status != driver().CUresult.CUDA_SUCCESS:
-        raise ColibriError(f"GPU: {name}={status.name}, expected CUDA_SUCCESS; see python -m colibri.run --doctor")
+        raise ColibriError("GPU", f"{name}={status.name}", "CUDA_SUCCESS", "see python -m colibri.run --doctor")
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -54,7 +54,7 @@ def try_call(name, *arguments):
 
 def new_status(name, error):
     """Returns the error of a status that is newer than cuda-python."""
-    return ColibriError(f"GPU: {name}: {error}, expected CUDA_SUCCESS; pip install -U cuda-python names it")
+    return ColibriError("GPU", f"{name}: {error}", "CUDA_SUCCESS", "pip install -U cuda-python names it")
 
 
 def attribute(handle, name):
@@ -73,13 +73,13 @@ def properties():
         status, = try_call("cuInit", 0)
     except RuntimeError as error:
         found = "not one of a driver" if "cuGetProcAddress" in str(error) else "not found"
-        raise ColibriError(f"NVIDIA driver: libcuda.so {found}, expected NVIDIA's; install it, or run with "
-                           "--backend host") from None
+        raise ColibriError("NVIDIA driver", f"libcuda.so {found}", "NVIDIA's",
+                           "install it, or run with --backend host") from None
     if status == result.CUDA_ERROR_NO_DEVICE:
-        raise ColibriError("GPU: none, expected one that the driver shows; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+        raise ColibriError("GPU", "none", "one that the driver shows", "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
     if status != result.CUDA_SUCCESS:
-        raise ColibriError(f"NVIDIA driver: cuInit={status.name}, expected CUDA_SUCCESS; look at nvidia-smi and dmesg, "
-                           "and restart after a driver's update")
+        raise ColibriError("NVIDIA driver", f"cuInit={status.name}", "CUDA_SUCCESS",
+                           "look at nvidia-smi and dmesg, and restart after a driver's update")
     handle = call("cuDeviceGet", 0)
     seconds = {"cuda import": imported - start, "cuInit": time.perf_counter() - imported}
     name = call("cuDeviceGetName", 100, handle).split(b"\0")[0].decode(errors="replace")
@@ -92,8 +92,9 @@ def arch():
     major, minor = properties().capability
     fitting = [arch for arch in ARCHITECTURES if arch // 10 == major and arch % 10 <= minor]
     if not fitting:
-        raise ColibriError(f"GPU: {properties().name} of compute capability {major}.{minor}, expected one of "
-                           f"{', '.join(f'{arch / 10:.1f}' for arch in ARCHITECTURES)}; run with --backend host")
+        raise ColibriError("GPU", f"{properties().name} of compute capability {major}.{minor}",
+                           f"one of {', '.join(f'{arch / 10:.1f}' for arch in ARCHITECTURES)}",
+                           "run with --backend host")
     return f"sm_{max(fitting)}"
 
 
@@ -115,10 +116,10 @@ def check_weights(checkpoint):
     for field, dtype in (("expert_dtype", experts), ("dense_dtype", dense)):
         if dtype == "f32":
             field = field if checkpoint.header[field] else "weight_dtype"
-            raise ColibriError(f"{checkpoint.path}: {field}=f32, expected f16 or bf16 on a GPU; {fix}")
+            raise ColibriError(checkpoint.path, f"{field}=f32", "f16 or bf16 on a GPU", fix)
     if experts != dense:
-        raise ColibriError(f"{checkpoint.path}: experts in {experts} and dense matrices in {dense}, expected one dtype "
-                           f"on a GPU; {fix}")
+        raise ColibriError(checkpoint.path, f"experts in {experts} and dense matrices in {dense}",
+                           "one dtype on a GPU", fix)
 
 
 def check_library(library):
@@ -126,12 +127,12 @@ def check_library(library):
     library.path(library.headers.constants["COLIBRI_CUDA"])  # fails in a host library, with the reason
     built, (major, minor) = library.baked["cuda_arch"], properties().capability
     if built // 10 != major or built % 10 > minor:
-        raise ColibriError(f"{library.file}: sm_{built}, expected kernels for {properties().name}, which is {arch()}; "
+        raise ColibriError(library.file, f"sm_{built}", f"kernels for {properties().name}, which is {arch()}",
                            f"build with make ARCH={arch()}")
     needed, version = library.baked["cuda_version"] // 1000, properties().driver_version
     if version // 1000 < needed:
-        raise ColibriError(f"NVIDIA driver: CUDA {version // 1000}.{version // 10 % 100}, expected {needed}.0 or newer "
-                           f"for {library.file}; update the driver, or build with an older nvcc")
+        raise ColibriError("NVIDIA driver", f"CUDA {version // 1000}.{version // 10 % 100}",
+                           f"{needed}.0 or newer for {library.file}", "update the driver, or build with an older nvcc")
 
 
 class Opening:
@@ -148,8 +149,8 @@ class Opening:
         try:
             self._thread.start()
         except RuntimeError:
-            raise ColibriError("GPU: no thread to open its context with, expected one more; raise the limit of "
-                               "processes (ulimit -u)") from None
+            raise ColibriError("GPU", "no thread to open its context with", "one more",
+                               "raise the limit of processes (ulimit -u)") from None
 
     def _open(self):
         try:
@@ -224,8 +225,9 @@ class Gpu:
         """Waits for the stream. what: "step 12", for the error of work that failed there."""
         status = try_call("cuStreamSynchronize", self._stream)[0]
         if status is not driver().CUresult.CUDA_SUCCESS:
-            raise ColibriError(f"GPU: {what}: {status.name}, expected CUDA_SUCCESS; run again with --dispatch "
-                               "dynamic and CUDA_LAUNCH_BLOCKING=1 in the environment to see its layer and op")
+            raise ColibriError("GPU", f"{what}: {status.name}", "CUDA_SUCCESS",
+                               "run again with --dispatch dynamic and CUDA_LAUNCH_BLOCKING=1 in the environment to "
+                               "see its layer and op")
 
     def allocate(self, num_bytes):
         """The address of a block of device memory."""

@@ -8,12 +8,12 @@ from colibri.connection import Connection
 from colibri.errors import ColibriError
 from colibri.metrics import CONTENT_TYPE
 from colibri.openai import Answer, error_body, models
-from colibri.requests import CODES, Refused
+from colibri.requests import CODES, HIDDEN, Refused
 
 try:
     import h11
 except ImportError:
-    raise ColibriError("h11: not installed, expected it for --http; run pip install h11 (the extra `serve`)") from None
+    raise ColibriError("h11", "not installed", "it for --http", "run pip install h11 (the extra `serve`)") from None
 
 MAX_HEAD_BYTES = 16 << 10
 GET, POST = ("GET", "HEAD"), ("POST",)
@@ -95,24 +95,24 @@ class Http(Connection):
     def _check_is_http(self):
         """Refuses a JSON line at once: no head begins so, and its end would not come."""
         if self._h11.their_state is h11.IDLE and self._h11.trailing_data[0][:1] == b"{":
-            raise Refused("HTTP: a JSON object, expected an HTTP/1.1 request; lines are spoken at --serve")
+            raise Refused("HTTP", "a JSON object", "an HTTP/1.1 request", "lines are spoken at --serve")
 
     def _check_length(self, headers):
         """Refuses a body of two lengths, of which a proxy may see the other, and one that need not come at all."""
         length = headers.get(b"content-length")
         if length is not None and b"transfer-encoding" in headers:
-            raise Refused("HTTP: Content-Length and Transfer-Encoding, expected one of them; leave one out")
+            raise Refused("HTTP", "Content-Length and Transfer-Encoding", "one of them", "leave one out")
         if length is not None and int(length) > self.server.reader.max_bytes \
                 and self._h11.they_are_waiting_for_100_continue:
             raise self.server.reader.too_long(b"", "body")
 
     def _handle(self, method, path, body):
         if path not in PATHS:
-            raise Refused("path: ", "not_found", content=path[:100], after=f", expected one of {', '.join(PATHS)}")
+            raise Refused("path", path[:100], f"one of {', '.join(PATHS)}", code="not_found", logged=HIDDEN)
         if method not in PATHS[path]:
-            expected = f", expected {' or '.join(PATHS[path])} for {path}"
+            expected = f"{' or '.join(PATHS[path])} for {path}"
             headers = [("allow", ", ".join(PATHS[path]))]
-            self.refuse(Refused("method: ", content=method[:100], after=expected), 405, headers)
+            self.refuse(Refused("method", method[:100], expected, logged=HIDDEN), 405, headers)
         elif path == "/health":
             wrong = self.server.health()
             self._respond(503 if wrong else 200, {"status": wrong or "ok"})
@@ -211,5 +211,5 @@ def _refused(error):
         text = f"more than {MAX_HEAD_BYTES} bytes of a head or of a chunk's size"
     found = REPR.match(text)
     if not found:
-        return Refused(f"HTTP: {text}, expected an HTTP/1.1 request")
-    return Refused(f"HTTP: {found[1]} ", content=f'"{found[3][:100]}"', after=", expected an HTTP/1.1 request")
+        return Refused("HTTP", text, "an HTTP/1.1 request")
+    return Refused("HTTP", f'{found[1]} "{found[3][:100]}"', "an HTTP/1.1 request", logged={"got": f"{found[1]} ..."})

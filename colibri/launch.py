@@ -33,7 +33,7 @@ class Graph:
         except ValueError as error:
             raise new_status("cuGraphLaunch", error) from None
         if status is not self._success:
-            raise ColibriError(f"GPU: cuGraphLaunch={status.name}, expected CUDA_SUCCESS; "
+            raise ColibriError("GPU", f"cuGraphLaunch={status.name}", "CUDA_SUCCESS",
                                "see python -m colibri.run --doctor")
 
     def destroy(self):
@@ -119,8 +119,8 @@ class Launcher:
         has_router = self._has_router(model)
         count = math.comb(baked["num_experts"], baked["k"]) * sum(has_router)
         if count > MAX_COMBINATIONS:
-            raise ColibriError(f"--precapture: {count} graphs of combinations of experts, expected at most "
-                               f"{MAX_COMBINATIONS}; leave it out, and each is made at its first sight")
+            raise ColibriError("--precapture", f"{count} graphs of combinations of experts",
+                               f"at most {MAX_COMBINATIONS}", "leave it out, and each is made at its first sight")
         for part, has in enumerate(has_router):
             enqueue = functools.partial(self._library.forward_part, model, 1, 1, part)
             for chosen in itertools.combinations(range(baked["num_experts"]), baked["k"]) if has else [()]:
@@ -138,7 +138,7 @@ class Launcher:
             raise
         status, graph = try_call("cuStreamEndCapture", self._gpu.stream)
         if status != driver().CUresult.CUDA_SUCCESS:
-            raise ColibriError(f"GPU: cuStreamEndCapture={status.name}, expected CUDA_SUCCESS; "
+            raise ColibriError("GPU", f"cuStreamEndCapture={status.name}", "CUDA_SUCCESS",
                                "run with --dispatch dynamic")
         return Graph(graph, self._gpu.stream)
 

@@ -15,7 +15,7 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # without one of them, not even aski
 def load_library(checkpoint, backend, build_missing, dispatch):
     """(Library, what makes its memory of it, why auto chose the host or "") for a model; nothing is allocated yet."""
     if backend not in BACKENDS:
-        raise ColibriError(f"backend: {backend}, expected one of {', '.join(BACKENDS)}")
+        raise ColibriError("backend", str(backend), f"one of {', '.join(BACKENDS)}")
     why_host = ""
     if backend == "auto" and not any(map(os.path.exists, GPU_NODES)):
         backend, why_host = "host", "no NVIDIA GPU on this machine"
@@ -30,7 +30,7 @@ def load_library(checkpoint, backend, build_missing, dispatch):
                 raise
             why_host = str(error)
     if dispatch:
-        needs_gpu(f"--dispatch: {dispatch}", why_host or "--backend host")
+        needs_gpu("--dispatch", dispatch, why_host or "--backend host")
     return open_library(checkpoint, "host", build_missing), HostMemory, why_host
 
 

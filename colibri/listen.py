@@ -34,14 +34,14 @@ class Listener:
                 self.socket = _tcp(option, address)
                 self.place = _place(self.socket)
         except OSError as error:
-            raise ColibriError(f"{option}: {address}: {error.strerror or error}, expected a free address of this "
-                               "machine; choose another") from None
+            raise ColibriError(option, f"{address}: {error.strerror or error}", "a free address of this machine",
+                               "choose another") from None
         self.socket.setblocking(False)
 
     def _unix(self, path):
         """Takes the place of a socket that a killed server left behind, and of nothing else."""
         if not 0 < len(os.fsencode(path)) <= MAX_PATH:
-            raise ColibriError(f"{self.option}: unix:{path}, expected a name of 1 to {MAX_PATH} bytes; choose another")
+            raise ColibriError(self.option, f"unix:{path}", f"a name of 1 to {MAX_PATH} bytes", "choose another")
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
@@ -63,7 +63,7 @@ class Listener:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(kind):
-            raise ColibriError(f"{self.option}: unix:{path}, a file that is no socket, expected none there; "
+            raise ColibriError(self.option, f"unix:{path}, a file that is no socket", "none there",
                                "choose another name, or remove it")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1)
@@ -74,8 +74,8 @@ class Listener:
                 return
             except OSError:  # full, or not ours to connect to: somebody is there
                 pass
-        raise ColibriError(f"{self.option}: unix:{path}, in use by another server, expected a free name; choose "
-                           "another, or end that server")
+        raise ColibriError(self.option, f"unix:{path}, in use by another server", "a free name",
+                           "choose another, or end that server")
 
     async def start(self, loop, make):
         """Gives each connection to a protocol that make() returns."""
@@ -104,8 +104,9 @@ def split(option, address):
     """Returns (host, port) of HOST:PORT, [IPv6]:PORT or :PORT, which is of this machine alone."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535 or (":" in host and host[0] != "["):
-        raise ColibriError(f"{option}: {address}, expected {'- or ' if option == '--serve' else ''}HOST:PORT"
-                           f"{' or unix:PATH' if option == '--serve' else ''}, with a port of 0 to 65535")
+        raise ColibriError(option, address,
+                           f"{'- or HOST:PORT or unix:PATH' if option == '--serve' else 'HOST:PORT'}, "
+                           "with a port of 0 to 65535")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
@@ -114,7 +115,7 @@ def _tcp(option, address):
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError:
-        raise ColibriError(f"{option}: {address}, expected a host's name with 1 to 63 characters between two dots; "
+        raise ColibriError(option, address, "a host's name with 1 to 63 characters between two dots",
                            "correct it") from None
     family, kind, protocol, _, where = found[0]
     listening = socket.socket(family, kind, protocol)
@@ -141,8 +142,8 @@ def _passed(option, descriptor):
     except OSError as error:
         wrong = error.strerror
     if wrong:
-        raise ColibriError(f"{option}: descriptor {descriptor} of LISTEN_FDS: {wrong}, expected a listening socket "
-                           "there; correct the .socket unit, or unset LISTEN_FDS")
+        raise ColibriError(option, f"descriptor {descriptor} of LISTEN_FDS: {wrong}", "a listening socket there",
+                           "correct the .socket unit, or unset LISTEN_FDS")
     os.set_inheritable(descriptor, False)
     return listening
 
@@ -164,7 +165,7 @@ def activated():
         return {}
     names, count = os.environ.get("LISTEN_FDNAMES", "").split(":"), os.environ.get("LISTEN_FDS", "0")
     if not re.fullmatch("[0-9]{1,4}", count):
-        raise ColibriError(f"LISTEN_FDS: {count[:80]}, expected the number of sockets passed, 0 to 9999; unset it")
+        raise ColibriError("LISTEN_FDS", count[:80], "the number of sockets passed, 0 to 9999", "unset it")
     count = int(count)
     names += [""] * (count - len(names))
     return {"http" if names[index] == "http" else "serve": FIRST_PASSED + index for index in range(count)}

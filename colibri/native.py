@@ -43,12 +43,12 @@ class Library:
                     function.errcheck = self._check
                 setattr(self, name.removeprefix("colibri_"), function)
         except (OSError, AttributeError) as error:
-            reason = str(error).rpartition(f"{path}: ")[2]
-            raise ColibriError(f"{self.file}: {reason}, expected a libcolibri.so; {_fix(path)}") from None
+            reason = str(error).removeprefix(f"{path}: ")  # in the words of the C library
+            raise ColibriError(self.file, reason, "a libcolibri.so", _fix(path)) from None
         digest = self.digest().decode()
         if digest != headers.digest():
-            raise ColibriError(f"{self.file}: of headers {digest}, expected {headers.digest()}, which are in native/; "
-                               f"{_fix(path)}")
+            raise ColibriError(self.file, f"of headers {digest}", f"{headers.digest()}, which are in native/",
+                               _fix(path))
         config = np.zeros((), headers.default().structs["Config"])
         self.config(config.ctypes.data)
         self.baked = {name: config[name].item() for name in config.dtype.names}
@@ -74,8 +74,8 @@ def check_process():
     global _process
     _process = _process or os.getpid()
     if is_forked():
-        raise ColibriError("engine: in a forked process, expected the one that loaded the library; start others with "
-                           "multiprocessing.get_context('spawn')")
+        raise ColibriError("engine", "in a forked process", "the one that loaded the library",
+                           "start others with multiprocessing.get_context('spawn')")
 
 
 def is_forked():
@@ -89,13 +89,13 @@ def _check_whole(path, name):
         with open(path, "rb") as file:
             start, size = file.read(64), os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ColibriError(f"{name}: {error.strerror}, expected a libcolibri.so; {_fix(path)}") from None
+        raise ColibriError(name, error.strerror, "a libcolibri.so", _fix(path)) from None
     if start[:4] != b"\x7fELF" or start[4:5] != b"\2":
         return  # the loader tells what it is
     sections = int.from_bytes(start[40:48], "little")  # their table is the last thing in the file
     end = sections + int.from_bytes(start[58:60], "little") * int.from_bytes(start[60:62], "little")
     if size < max(end, 64):
-        raise ColibriError(f"{name}: size={size}, expected {max(end, 64)} bytes; the file is cut off, {_fix(path)}")
+        raise ColibriError(name, f"size={size}", f"{max(end, 64)} bytes", f"the file is cut off, {_fix(path)}")
 
 
 def _fix(path):

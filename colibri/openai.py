@@ -2,9 +2,10 @@
 
 import itertools
 import json
+import re
 import time
 
-from colibri.requests import CODES, Refused, shown, wrong
+from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
 
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
 COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stream": "stream",
@@ -14,6 +15,8 @@ INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
            "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
            "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},)}
+BODY = {"model", "user", "stream_options", *INPUT.values(), *NEUTRAL, *itertools.chain(*RENAMED.values())}
+PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.(?:role|content|include_usage))*")  # what an error names a field by
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -42,20 +45,21 @@ class Answer:
         known = ("model", source, "stream_options", "user", *renamed, *NEUTRAL)
         for name, value in body.items():
             if name not in known:
-                raise Refused("", content=shown(name), after=": unsupported field, expected one of "
-                              f"{', '.join(('model', source, 'stream_options', *renamed))}")
+                raise Refused(shown(name), "unsupported field",
+                              f"one of {', '.join(('model', source, 'stream_options', *renamed))}",
+                              logged={"where": "..."}, field=name[:100])
             if value is None or name in ("model", "user"):
                 continue
             if name in NEUTRAL:
                 _check_neutral(name, value)
             elif name in renamed:
                 if renamed[name] in values:
-                    raise Refused(f"{name}: given twice, expected max_tokens or max_completion_tokens; leave one out")
+                    raise Refused(name, "given twice", "max_tokens or max_completion_tokens", "leave one out")
                 values[renamed[name]] = value
         if "stream_options" in body and body["stream_options"] is not None:
             self._with_usage = _include_usage(body)
         if body.get(source) is None:
-            raise Refused(f"{source}: missing, expected {'a list of messages' if self._is_chat else 'a string'}")
+            raise Refused(source, "missing", "a list of messages" if self._is_chat else "a string")
         if self._is_chat:
             values["prompt"] = transcript(body["messages"])
         else:
@@ -116,14 +120,14 @@ def _check_model(body, name):
     model = body.get("model")
     if model != name:
         got = "missing" if "model" not in body else json.dumps(model)[:100]
-        raise Refused("model: ", "not_found" if model else "bad_request", content=got, after=f", expected {name}")
+        raise Refused("model", got, name, code="not_found" if model else "bad_request", logged=HIDDEN)
 
 
 def _check_neutral(name, value):
     if not any(type(value) in (type(good), float) and value == good for good in NEUTRAL[name]):
         got, neutral = json.dumps(value)[:60], NEUTRAL[name][0]
-        raise Refused(f"{name}: ", content=got, after=", not supported, expected "
-                      f"{json.dumps(neutral) if neutral else 'none'}; leave it out")
+        raise Refused(name, f"{got}, not supported", json.dumps(neutral) if neutral else "none", "leave it out",
+                      logged={"got": "..., not supported"})
 
 
 def _include_usage(body):
@@ -135,7 +139,7 @@ def _include_usage(body):
     if type(value) is not bool:
         raise wrong("stream_options.include_usage", value, "true or false")
     if not body.get("stream"):
-        raise Refused("stream_options: given, expected only with \"stream\": true; leave it out")
+        raise Refused("stream_options", "given", "only with \"stream\": true", "leave it out")
     return value
 
 
@@ -143,8 +147,8 @@ def _check_keys(where, values, known):
     """Checks that an object has no other fields than those that are known."""
     for name in values:
         if name not in known:
-            raise Refused(f"{where}: ", content=shown(name),
-                          after=f": unknown field, expected {' and '.join(known)} alone")
+            raise Refused(where, f"{shown(name)}: unknown field", f"{' and '.join(known)} alone",
+                          logged={"got": "...: unknown field"})
 
 
 def _prompt(prompt):
@@ -152,7 +156,7 @@ def _prompt(prompt):
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        raise Refused(f"prompt: {len(prompt)} prompts, expected one; send a request for each")
+        raise Refused("prompt", f"{len(prompt)} prompts", "one", "send a request for each")
     return ("prompt_ids" if isinstance(prompt, list) else "prompt"), prompt
 
 
@@ -160,7 +164,7 @@ def transcript(messages):
     """Returns the messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
     if not isinstance(messages, list) or not messages:
         got = "no message" if messages == [] else shown(messages)
-        raise Refused("messages: ", content=got, after=", expected a list of at least one message")
+        raise Refused("messages", got, "a list of at least one message", logged=HIDDEN)
     lines = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
@@ -169,7 +173,7 @@ def transcript(messages):
         _check_keys(where, message, ("role", "content"))
         for name, expected in (("role", f"one of {', '.join(ROLES)}"), ("content", "a string, or a list of parts")):
             if name not in message:
-                raise Refused(f"{where}.{name}: missing, expected {expected}")
+                raise Refused(f"{where}.{name}", "missing", expected)
         if message["role"] not in ROLES:
             raise wrong(f"{where}.role", message["role"], f"one of {', '.join(ROLES)}")
         lines.append(f"{message['role']}: {_content(message['content'], f'{where}.content')}\n")
@@ -196,6 +200,8 @@ def models(name):
 
 
 def error_body(error):
-    """Returns the body of an error."""
+    """Returns the body of an error. Its param is the field that the error is about, or None."""
     kind = "invalid_request_error" if CODES[error.code] < 500 and error.code != "queue_full" else error.code
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+    found = PARAM.fullmatch(str(error.where))
+    param = error.where if found and found[1] in BODY else error.field
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}

@@ -34,8 +34,8 @@ def builds():
     cache = os.environ.get("XDG_CACHE_HOME", "")
     cache = cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")
     if not os.path.isabs(cache):
-        raise ColibriError("XDG_CACHE_HOME: not set and no home folder, expected a place for libraries; set it to a "
-                           "folder, or COLIBRI_LIBRARY to a library built elsewhere")
+        raise ColibriError("XDG_CACHE_HOME", "not set and no home folder", "a place for libraries",
+                           "set it to a folder, or COLIBRI_LIBRARY to a library built elsewhere")
     sources = sorted(path for path in NATIVE.rglob("*") if path.is_file())
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in [SOURCES / "Makefile", *sources])).hexdigest()[:12]
     return Path(cache) / "colibri" / "build" / f"{__version__}-{digest}"

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from colibri.arrays import Rows, check_replaceable
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, sentence
 from colibri.report import counted, percentile
 from colibri.sampling import Sampler, check_sampler
 from colibri.text import Pieces, codec
@@ -27,6 +27,7 @@ INPUTS = ("prompt", "prompt_ids", "input")
 FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "deadline_ms",
           "add_special_tokens")
 GREEDY = Sampler()
+HIDDEN = {"got": "..."}  # from the log: what a client has sent
 FINISHES = ("length", "stop", "deadline", "cancelled", "shutdown", "error")
 CODES = {  # of errors, with the HTTP status that says the same
     "bad_request": 400, "too_long": 400, "not_found": 404, "queue_full": 429, "internal": 500, "shutdown": 503,
@@ -40,18 +41,22 @@ ID_NAME = re.compile(rb'"id"\s*:')
 class Refused(ColibriError):
     """A request that cannot be served.
 
-    The message is `before`, content and `after`. code: one of CODES. id: the request's, where it could be read.
-    content: what the client has sent, which may be of a prompt.
+    code: one of CODES. id: the request's, where it could be read. logged: {part: what the log has in its place}, where
+    a part holds what the client has sent, which may be of a prompt. field: the name of a field that is not known.
     """
 
-    def __init__(self, before, code="bad_request", id=None, content="", after=""):
-        super().__init__(before + content + after)
-        self.code, self.id, self._parts = code, id, (before, content, after)
+    def __init__(self, where, got=None, expected=None, fix=None, code="bad_request", id=None, logged=None, field=None):
+        super().__init__(where, got, expected, fix)
+        self.code, self.id, self.field, self._logged = code, id, field, logged or {}
+
+    @classmethod
+    def of(cls, error, **more):
+        """Returns a Refused of the parts of an error."""
+        return cls(*error.parts, **more)
 
     def without_content(self):
         """Returns the message without what the client has sent."""
-        before, content, after = self._parts
-        return before + ("..." if content else "") + after
+        return sentence(**{**dict(zip(("where", "got", "expected", "fix"), self.parts)), **self._logged})
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +131,7 @@ class Reader:
         except ColibriError as error:
             if self._checkpoint.tokenizer:  # the model has text: known at the start, not when somebody sends some
                 raise
-            self._no_codec = str(error)
+            self._no_codec = error
         digits = len(str(self._checkpoint.header["vocab_size"]))
         self.max_text_bytes = engine.context * (self._codec.longest if self._codec else 0)
         self.max_bare_bytes = OTHER_BYTES + engine.context * (digits + SPACED)  # outside of strings
@@ -135,7 +140,7 @@ class Reader:
     def codec(self):
         """Returns the text's Codec; raises ColibriError for a model without text."""
         if self._codec is None:
-            raise ColibriError(self._no_codec)
+            raise ColibriError(*self._no_codec.parts)
         return self._codec
 
     def parse(self, data, where="line"):
@@ -144,14 +149,15 @@ class Reader:
         if len(data) > most and len(data) - (ESCAPED - 1) * data.count(b"\\") > most:
             raise self.too_long(data, where, most)
         if len(data) > self.max_bare_bytes and _has_bare(data, self.max_bare_bytes):
-            raise Refused(f"{where}: more than {self.max_bare_bytes} bytes outside of strings, expected fewer; no list "
-                          "of token numbers that fits the context is as long", "too_long", leading_id(data, where))
+            raise Refused(where, f"more than {self.max_bare_bytes} bytes outside of strings", "fewer",
+                          "no list of token numbers that fits the context is as long",
+                          code="too_long", id=leading_id(data, where))
         return parse(data, where)
 
     def too_long(self, data, where, most=None):
         """Returns a Refused for data that is, or begins, a line of more bytes than `most`, or than max_bytes."""
-        return Refused(f"{where}: more than {most or self.max_bytes} bytes, expected fewer; no prompt that fits the "
-                       "context is as long", "too_long", leading_id(data, where))
+        return Refused(where, f"more than {most or self.max_bytes} bytes", "fewer",
+                       "no prompt that fits the context is as long", code="too_long", id=leading_id(data, where))
 
     def request(self, values, arrived=None, labels=None):
         """Returns a Request of a dict of FIELDS, with all that takes time left to its encode().
@@ -169,7 +175,7 @@ class Reader:
         given = [name for name in INPUTS if name in values]
         if len(given) != 1:
             got = "missing" if not given else f"given with {given[1]}"
-            raise Refused(f"{given[0] if given else 'prompt'}: {got}, expected exactly one of {', '.join(INPUTS)}")
+            raise Refused(given[0] if given else "prompt", got, f"exactly one of {', '.join(INPUTS)}")
         request = Request(values["id"], stream=_boolean(values, "stream", label), arrived=arrived)
         if "deadline_ms" in values:
             request.deadline = request.arrived + 1e-3 * _integer(values, "deadline_ms", 1, MAX_DEADLINE_MS, label)
@@ -177,7 +183,7 @@ class Reader:
         if given == ["input"]:
             return self._stack(request, values)
         if "output" in values:
-            raise Refused("output: given, expected only with input; leave it out")
+            raise Refused("output", "given", "only with input", "leave it out")
         count = _integer(values, "max_new_tokens", 1, None, label) if "max_new_tokens" in values else None
         request.sampler = _sampler(values, label)
         special = _boolean(values, "add_special_tokens", label, True)
@@ -188,11 +194,11 @@ class Reader:
         """Checks that the model takes what is given."""
         path, vocab_size = self._checkpoint.path, self._checkpoint.header["vocab_size"]
         if name == "input" and vocab_size:
-            raise Refused(f"{path}: vocab_size={vocab_size}, expected 0 for input, a bare stack of MoE layers; give "
-                          "this model a prompt")
+            raise Refused(path, f"vocab_size={vocab_size}", "0 for input, a bare stack of MoE layers",
+                          "give this model a prompt")
         if name != "input" and not vocab_size:
-            raise Refused(f"{path}: vocab_size=0, expected tokens for {label[name]}; this is a bare stack of MoE "
-                          "layers, give it an input over --serve")
+            raise Refused(path, "vocab_size=0", f"tokens for {label[name]}",
+                          "this is a bare stack of MoE layers, give it an input over --serve")
 
     def _prompt(self, request, prompt, name, label, count, special):
         """Leaves what is to be checked of a prompt, and its way into tokens, to request.encode()."""
@@ -210,10 +216,10 @@ class Reader:
         with _refusing(identity):
             tokens, unit = convert(prompt, name)
             if not tokens:
-                raise Refused(f"{name}: 0 {unit}s, expected at least 1; the model needs something to continue")
+                raise Refused(name, f"0 {unit}s", "at least 1", "the model needs something to continue")
             if len(tokens) > self._engine.context:
-                raise Refused(f"{name}: {len(tokens)} {unit}s, expected at most "
-                              f"{self._engine.context_rule(len(tokens))}", "too_long")
+                raise Refused(name, f"{len(tokens)} {unit}s", f"at most {self._engine.context_rule(len(tokens))}",
+                              code="too_long")
             return tokens, self._count(len(tokens), count, count_name)
 
     def _text(self, text, name, special):
@@ -221,28 +227,28 @@ class Reader:
         try:
             data = text.encode()
         except UnicodeEncodeError:
-            raise Refused(f"{name}: half a surrogate pair, expected text; send whole characters") from None
+            raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
         used = self.codec()
         if len(data) > self.max_text_bytes and used.unit != "byte":  # of bytes, the number is that of the tokens
             rule = self._engine.context_rule(-(-len(data) // used.longest))
-            raise Refused(f"{name}: {len(data)} bytes, expected at most {self.max_text_bytes}, {used.longest} for each "
-                          f"token of a context of {rule}", "too_long")
+            raise Refused(name, f"{len(data)} bytes",
+                          f"at most {self.max_text_bytes}, {used.longest} for each token of a context of {rule}",
+                          code="too_long")
         try:
             self._check_start(text, name, special)
             return used.encode(data, name, special), used.unit
         except Refused:
             raise
         except ColibriError as error:
-            got, expected, rule = str(error).removeprefix(f"{name}: ").rpartition(", expected ")
-            raise Refused(f"{name}: ", content=got, after=expected + rule) from None
+            raise Refused.of(error, logged=HIDDEN) from None
 
     def _check_start(self, text, name, special):
         """Refuses a text of which a part is too many tokens by far, whatever follows: the whole may take seconds."""
         context = self._engine.context
         start = text[:START * context]
         if len(start) < len(text) and len(self.codec().encode(start.encode(), name, special)) > 2 * context:
-            raise Refused(f"{name}: more than {2 * context} {self.codec().unit}s, expected at most "
-                          f"{self._engine.context_rule(2 * context)}", "too_long")
+            raise Refused(name, f"more than {2 * context} {self.codec().unit}s",
+                          f"at most {self._engine.context_rule(2 * context)}", code="too_long")
 
     def _numbers(self, numbers, name):
         if len(numbers) <= self._engine.context:  # else their number alone is wrong enough
@@ -260,30 +266,32 @@ class Reader:
             return min(MAX_NEW_TOKENS, room)
         if count > room:
             rule = self._engine.context_rule(prompt_tokens + count - 1)
-            raise Refused(f"{name}: ", "too_long", content=shown(count), after=f", expected at most {room} after a "
-                          f"prompt of {counted(prompt_tokens, 'token')} in a context of {rule}")
+            raise Refused(name, shown(count),
+                          f"at most {room} after a prompt of {counted(prompt_tokens, 'token')} in a context of {rule}",
+                          code="too_long", logged=HIDDEN)
         return count
 
     def _stack(self, request, values):
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "add_special_tokens"):
             if name in values:
-                raise Refused(f"{name}: given, expected only with prompt or prompt_ids; leave it out")
+                raise Refused(name, "given", "only with prompt or prompt_ids", "leave it out")
         for name in ("input", "output"):
             value = values.get(name)
             if name not in values:
-                raise Refused(f"{name}: missing, expected the name of an .npy file")
+                raise Refused(name, "missing", "the name of an .npy file")
             if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME or not value.isprintable():
                 raise wrong(name, value, "the name of an .npy file")
         name, output = values["input"], values["output"]
         if os.path.realpath(name) == os.path.realpath(output):
-            raise Refused("output: ", content=output, after=", expected another file than input; choose another name")
+            raise Refused("output", output, "another file than input", "choose another name", logged=HIDDEN)
         try:
-            with _naming(output, "output: "):
+            with _hiding(f"output: {output}", "output: ..."):
                 check_replaceable(output, f"output: {output}")
             os.close(os.open(os.path.dirname(output) or ".", os.O_PATH | os.O_DIRECTORY))  # the folder is there
         except OSError as error:
-            raise Refused("output: ", content=output, after=f", {error.strerror}, expected a file's name") from None
-        with _naming(name):
+            raise Refused("output", f"{output}, {error.strerror}", "a file's name",
+                          logged={"got": f"..., {error.strerror}"}) from None
+        with _hiding(name):
             request.rows = Rows(name, output, self._checkpoint)
         return request
 
@@ -301,27 +309,28 @@ def parse(data, where="line"):
 
 def _parse(data, where):
     def constant(name):
-        raise Refused(f"{where}: ", content=name, after=", expected numbers that JSON has; leave it out")
+        raise Refused(where, name, "numbers that JSON has", "leave it out", logged=HIDDEN)
 
     def pairs(pairs):
         values = dict(pairs)
         if len(values) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise Refused(f"{where}: ", content=shown(twice), after=" twice, expected each field once; leave one out")
+            raise Refused(where, f"{shown(twice)} twice", "each field once", "leave one out",
+                          logged={"got": "... twice"})
         return values
 
     try:
         values = json.loads(data.decode(), parse_constant=constant, object_pairs_hook=pairs)
     except UnicodeDecodeError as error:
-        raise Refused(f"{where}: byte ", content=f"0x{data[error.start]:02x}",
-                      after=f" at {error.start}, expected UTF-8; encode it so") from None
+        raise Refused(where, f"byte 0x{data[error.start]:02x} at {error.start}", "UTF-8", "encode it so",
+                      logged={"got": f"byte ... at {error.start}"}) from None
     except json.JSONDecodeError as error:
-        raise Refused(f"{where}: not JSON from character {error.pos} on, expected one JSON object") from None
+        raise Refused(where, f"not JSON from character {error.pos} on", "one JSON object") from None
     except RecursionError:
-        raise Refused(f"{where}: nested too deeply, expected a JSON object of plain fields") from None
+        raise Refused(where, "nested too deeply", "a JSON object of plain fields") from None
     except ValueError:  # of an integer with thousands of digits
-        raise Refused(f"{where}: a number too long to read, expected fewer digits") from None
+        raise Refused(where, "a number too long to read", "fewer digits") from None
     if not isinstance(values, dict):
         raise wrong(where, values, "a JSON object")
     return values
@@ -363,24 +372,16 @@ def _refusing(identity):
         error.id = identity
         raise
     except ColibriError as error:
-        raise Refused(str(error), id=identity) from None
+        raise Refused.of(error, id=identity) from None
 
 
 @contextlib.contextmanager
-def _naming(value, before=""):
-    """Makes an error whose text begins with `before` and a client's value a Refused that keeps the two apart."""
+def _hiding(where, logged="..."):
+    """Makes an error a Refused. where: of an error, a client's name of a file. logged: what the log has in its place"""
     try:
         yield
     except ColibriError as error:
-        raise apart(error, value, before) from None
-
-
-def apart(error, value, before="", *more):
-    """Returns a Refused of an error whose text may begin with `before` and a client's value. more: as of Refused"""
-    text = str(error)
-    if not text.startswith(before + value):
-        return Refused(text, *more)
-    return Refused(before, *more, content=value, after=text[len(before + value):])
+        raise Refused.of(error, logged={"where": logged} if error.where == where else None) from None
 
 
 def cancelled_id(values):
@@ -394,7 +395,7 @@ def cancelled_id(values):
 def _check_names(values, known):
     for name in values:
         if name not in known:
-            raise Refused("", content=shown(name), after=f": unknown field, expected one of {', '.join(known)}")
+            raise Refused(shown(name), "unknown field", f"one of {', '.join(known)}", logged={"where": "..."})
 
 
 def _checked_id(values, name="id"):
@@ -403,7 +404,7 @@ def _checked_id(values, name="id"):
     good = isinstance(value, str) and len(value) <= MAX_ID or type(value) is int and abs(value) < 1 << 63
     rule = f"a string of at most {MAX_ID} characters or an integer of 64 bits"
     if name not in values:
-        raise Refused(f"{name}: missing, expected {rule}")
+        raise Refused(name, "missing", rule)
     if not good:
         raise wrong(name, value, rule)
     return value
@@ -434,7 +435,7 @@ def _sampler(values, label):
     try:
         return check_sampler(Sampler(**fields))
     except ColibriError as error:
-        name, expected = str(error).partition(": ")[0], str(error).rpartition(", expected ")[2]
+        name, expected = error.where, error.expected
         if name == "top_p" and 0 < fields[name] < 1:
             expected = "at least 1e-45, which is more than 0 as a float32, and at most 1"
         raise wrong(label[name], fields[name], expected) from None
@@ -442,7 +443,7 @@ def _sampler(values, label):
 
 def wrong(where, value, expected):
     """Returns a Refused for a value of the client's."""
-    return Refused(f"{where}: ", content=shown(value), after=f", expected {expected}")
+    return Refused(where, shown(value), expected, logged=HIDDEN)
 
 
 def shown(value):

@@ -129,19 +129,19 @@ def _add_stack_options(add):
 def _check_doctor(options, parser):
     for name, value in vars(options).items():
         if name not in ("doctor", "model") and value != parser.get_default(name):
-            raise ColibriError(f"--{name.replace('_', '-')}: given with --doctor, expected nothing but --doctor and "
-                               "--model; leave it out")
+            raise ColibriError(f"--{name.replace('_', '-')}", "given with --doctor",
+                               "nothing but --doctor and --model", "leave it out")
 
 
 def _check_kind(options):
     """Refuses an option that the kind of run would ignore."""
     if options.kind == "stack" and not (options.input and options.output):
         given, missing = ("--input", "--output") if options.input else ("--output", "--input")
-        raise ColibriError(f"{missing}: missing, expected with {given}; hidden states go from --input to --output")
+        raise ColibriError(missing, "missing", f"with {given}", "hidden states go from --input to --output")
     if options.prompt is not None and options.prompt_ids is not None:
-        raise ColibriError("--prompt-ids: given, expected only without --prompt; leave one of them out")
+        raise ColibriError("--prompt-ids", "given", "only without --prompt", "leave one of them out")
     if options.kind == "stack" and os.path.realpath(options.input) == os.path.realpath(options.output):
-        raise ColibriError(f"--output: {options.output}, expected another file than --input; choose another name")
+        raise ColibriError("--output", options.output, "another file than --input", "choose another name")
     foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
                "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",),
                "serve": ("prompt", "prompt_ids", "input", "output", "max_new_tokens", *TEXT_OPTIONS, "seed", "json",
@@ -152,7 +152,7 @@ def _check_kind(options):
                          (serve.OPTIONS if options.kind != "serve" else (), "with --serve or --http")):
         for name in names:
             if getattr(options, name) not in (None, False):
-                raise ColibriError(f"--{name.replace('_', '-')}: given, expected only {place}; leave it out")
+                raise ColibriError(f"--{name.replace('_', '-')}", "given", f"only {place}", "leave it out")
 
 
 def _check_sampling(options):
@@ -162,22 +162,23 @@ def _check_sampling(options):
                                             1.0 if options.top_p is None else options.top_p, options.seed), "--")
     for name in ("top_k", "top_p"):
         if getattr(options, name) is not None and not options.temperature:
-            raise ColibriError(f"--{name.replace('_', '-')}: given, expected only with --temperature above 0, without "
-                               "which the likeliest token is taken; give --temperature 1, or leave it out")
+            raise ColibriError(f"--{name.replace('_', '-')}", "given",
+                               "only with --temperature above 0, without which the likeliest token is taken",
+                               "give --temperature 1, or leave it out")
 
 
 def main(arguments=None):
     if sys.stdout is None:
-        raise ColibriError("stdout: closed, expected open for the results")
+        raise ColibriError("stdout", "closed", "open for the results")
     options = parse(arguments)
     try:
         run(options)
     except (ColibriError, OSError) as error:
-        message = str(error) if isinstance(error, ColibriError) else of_system(error)
+        error = error if isinstance(error, ColibriError) else of_system(error)
         if options.log_format == "json":
             from colibri.log import in_json
-            message = in_json("fault", error=message)
-        raise ColibriError(message) from None
+            error = ColibriError(in_json("fault", error=str(error)))
+        raise error from None
 
 
 def run(options):
@@ -185,8 +186,9 @@ def run(options):
     for name in ("num_experts", "k"):
         wanted = getattr(options, name)
         if wanted is not None and wanted != checkpoint.header[name]:
-            raise ColibriError(f"--{name.replace('_', '-')}: {wanted}, expected {checkpoint.header[name]} as in "
-                               f"{options.model}; the model decides, leave the option out")
+            raise ColibriError(f"--{name.replace('_', '-')}", wanted,
+                               f"{checkpoint.header[name]} as in {options.model}",
+                               "the model decides, leave the option out")
     process_seconds = report.process_age()
     if options.kind == "serve":
         serve_model(options, checkpoint)
@@ -215,8 +217,8 @@ def serve_model(options, checkpoint):
 def _check_batch_size(batch_size, engine):
     max_batch = engine.library.baked["max_batch"]
     if batch_size > max_batch:
-        raise ColibriError(f"--batch-size: {batch_size}, expected at most {max_batch}, "
-                           f"{build.raise_limit('MAX_BATCH', batch_size, engine.max_tokens)}")
+        raise ColibriError("--batch-size", batch_size,
+                           f"at most {max_batch}, {build.raise_limit('MAX_BATCH', batch_size, engine.max_tokens)}")
 
 
 def prepare(options, checkpoint):
@@ -236,7 +238,7 @@ def read_prompt(option, prompt):
     """Returns the bytes that an option's TEXT, @FILE or - stands for."""
     try:
         if prompt == "-" and sys.stdin is None:
-            raise ColibriError(f"{option}: -: stdin is closed, expected text there")
+            raise ColibriError(option, "-: stdin is closed", "text there")
         if prompt == "-":
             text = sys.stdin.buffer.read(PROMPT_BYTES + 1)
         elif prompt.startswith("@"):
@@ -246,11 +248,11 @@ def read_prompt(option, prompt):
         else:
             text = os.fsencode(prompt)
     except OSError as error:
-        raise ColibriError(f"{option}: {prompt}: {error.strerror}, expected a file of text") from None
+        raise ColibriError(option, f"{prompt}: {error.strerror}", "a file of text") from None
     if len(text) > PROMPT_BYTES:
-        raise ColibriError(f"{option}: more than {PROMPT_BYTES} bytes, expected what fits the context; use fewer")
+        raise ColibriError(option, f"more than {PROMPT_BYTES} bytes", "what fits the context", "use fewer")
     if not text:
-        raise ColibriError(f"{option}: 0 bytes, expected at least 1; the model needs something to continue")
+        raise ColibriError(option, "0 bytes", "at least 1", "the model needs something to continue")
     return text
 
 
@@ -258,12 +260,13 @@ def run_text(engine, options, meter, prepared):
     used, prompt = prepared
     sampler = options.sampler
     if len(prompt) > engine.context:
-        raise ColibriError(f"--prompt: {used.count(prompt)}, expected at most {engine.context_rule(len(prompt))}")
+        raise ColibriError("--prompt", used.count(prompt), f"at most {engine.context_rule(len(prompt))}")
     room = engine.room(len(prompt))
     count = options.max_new_tokens or min(NEW_TOKENS["text"], room)
     if count > room:
-        raise ColibriError(f"--max-new-tokens: {count}, expected at most {room} after a prompt of {used.count(prompt)} "
-                           f"in a context of {engine.context_rule(len(prompt) + count - 1)}")
+        raise ColibriError("--max-new-tokens", count,
+                           f"at most {room} after a prompt of {used.count(prompt)} in a context of "
+                           f"{engine.context_rule(len(prompt) + count - 1)}")
     pieces, new_tokens = Pieces(used, prompt), 0
     with engine.session() as session:
         tokens = meter.prefill(len(prompt), engine.step, [(session, prompt)], [sampler])
@@ -297,10 +300,10 @@ def run_latency(engine, options, meter, _):
     new_tokens = options.max_new_tokens or min(NEW_TOKENS["latency"], seq_len - 1)
     _check_batch_size(batch_size, engine)
     if seq_len > engine.context:
-        raise ColibriError(f"--seq-len: {seq_len}, expected at most {engine.context_rule(seq_len)}")
+        raise ColibriError("--seq-len", seq_len, f"at most {engine.context_rule(seq_len)}")
     if new_tokens >= seq_len:
-        raise ColibriError(f"--max-new-tokens: {new_tokens}, expected fewer than --seq-len {seq_len}, which counts "
-                           "them; lower it")
+        raise ColibriError("--max-new-tokens", new_tokens, f"fewer than --seq-len {seq_len}, which counts them",
+                           "lower it")
     warmup = 1 if options.warmup is None else options.warmup
     repeat = options.repeat or 10
     generator = np.random.default_rng(options.seed)
@@ -349,8 +352,7 @@ def run_stack(engine, options, meter, x):
     try:
         y = np.empty(x.shape, np.float32)
     except MemoryError:
-        raise ColibriError(f"{options.input}: shape={x.shape}, expected a result that fits the memory; "
-                           "split it") from None
+        raise ColibriError(options.input, f"shape={x.shape}", "a result that fits the memory", "split it") from None
     for start in range(0, len(x), engine.max_tokens):
         rows = x[start:start + engine.max_tokens]
         check_rows(options.input, rows, start)

@@ -16,7 +16,7 @@ Sampler = namedtuple("Sampler", "temperature top_k top_p seed", defaults=(0.0, 0
 def check_sampler(sampler, prefix=""):
     """The sampler, if its values make sense. prefix: "--" where they are options of the command line."""
     if not isinstance(sampler, Sampler):
-        raise ColibriError(f"samplers: {sampler}, expected a Sampler for each session")
+        raise ColibriError("samplers", str(sampler), "a Sampler for each session")
     temperature, top_k, top_p, seed = sampler  # the upper limits are those of C's float and int32_t
     for name, good, expected in (
             ("temperature", isinstance(temperature, Real) and 0 <= temperature <= 1e30, "0 (greedy) to 1e30"),
@@ -26,7 +26,7 @@ def check_sampler(sampler, prefix=""):
             ("seed", isinstance(seed, Integral) and 0 <= seed < 1 << 64, "0 to 2^64 - 1")):
         if not good:
             label = prefix + (name.replace("_", "-") if prefix else name)
-            raise ColibriError(f"{label}: {getattr(sampler, name)}, expected {expected}")
+            raise ColibriError(label, str(getattr(sampler, name)), expected)
     return sampler
 
 
@@ -35,10 +35,10 @@ def check_samplers(samplers, count):
     if samplers is None:
         return None
     if not isinstance(samplers, (list, tuple)):
-        raise ColibriError(f"samplers: {samplers}, expected a list, a Sampler for each session")
+        raise ColibriError("samplers", samplers, "a list, a Sampler for each session")
     samplers = [sampler if sampler is None else check_sampler(sampler) for sampler in samplers]
     if len(samplers) != count:
-        raise ColibriError(f"samplers: {len(samplers)}, expected one for each of {count} sessions")
+        raise ColibriError("samplers", len(samplers), f"one for each of {count} sessions")
     return samplers
 
 

@@ -11,14 +11,14 @@ import time
 import traceback
 
 from colibri.errors import ColibriError
-from colibri.requests import Refused, Request, apart
+from colibri.requests import Refused, Request
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
 PREFILL_CHUNK = {"host": 4, "cuda": 256}  # tokens, by backend: the host's takes half as long as a step of 8 requests
 # What ends requests that have no token yet with an error: its beginning, and what was expected.
 UNANSWERED = {
-    "deadline": ("deadline_ms: passed", "time for a first token; allow more, or send it when fewer requests run"),
-    "shutdown": ("server: ended", "a running one; send it to another, or again later")}
+    "deadline": ("deadline_ms", "passed", "time for a first token", "allow more, or send it when fewer requests run"),
+    "shutdown": ("server", "ended", "a running one", "send it to another, or again later")}
 
 
 class Scheduler:
@@ -35,7 +35,7 @@ class Scheduler:
         self.prefill_chunk = min(prefill_chunk, engine.max_piece)  # a call each, which has succeeded or not
         self.steps = {"prefill": 0, "decode": 0}
         self.step_began = None         # monotonic seconds, while a step runs
-        self.failure = None            # why the thread ended, if by itself
+        self.error = None              # why the thread ended, if by itself
         self._deliver, self._outbox, self._told = deliver, collections.deque(), False
         self._submitted = self._ended = self._reserved = 0
         self._inbox = queue.SimpleQueue()
@@ -54,8 +54,8 @@ class Scheduler:
     def reserve(self, identity):
         """Takes a place in the queue for a request; raises Refused where it is full."""
         if self._submitted - self._ended >= self.queue_size + self.engine.num_slots:
-            raise Refused(f"queue: {self.queue_size} waiting, expected fewer; send it again later, or raise "
-                          "--queue-size", "queue_full", identity)
+            raise Refused("queue", f"{self.queue_size} waiting", "fewer", "send it again later, or raise --queue-size",
+                          code="queue_full", id=identity)
         self._submitted += 1
         self._reserved += 1
 
@@ -78,11 +78,16 @@ class Scheduler:
         """Calls function() on the scheduler's thread between two turns."""
         self._inbox.put(function)
 
+    @property
+    def failure(self):
+        """Returns the text of the error."""
+        return None if self.error is None else str(self.error)
+
     def take(self):
         """Returns the requests that have news, each once."""
         self._told = False
-        if self.failure is not None:  # the thread has ended, and will not answer what has come since
-            self._refuse(self.failure)
+        if self.error is not None:  # the thread has ended, and will not answer what has come since
+            self._refuse(self.error)
         news = {}
         while self._outbox:
             news[self._outbox.popleft()] = None
@@ -126,19 +131,19 @@ class Scheduler:
         except (ColibriError, MemoryError) as error:  # a device that is lost, or no memory for the scheduler
             self._fail(_reason(error))
         except BaseException:  # noqa: BLE001 - whatever it is, clients and the operator are told
-            self._fail(f"scheduler: {traceback.format_exc(limit=-3)}".replace("\n", " "))
+            self._fail(ColibriError("scheduler", traceback.format_exc(limit=-3).replace("\n", " ")))
 
-    def _fail(self, message):
-        self._refuse(message)
-        self.failure = message
+    def _fail(self, error):
+        self._refuse(error)
+        self.error = error
         self._deliver()  # also where no request is left: the service must know
 
-    def _refuse(self, message):
+    def _refuse(self, error):
         """Ends all requests with an error, those included that have not been looked at."""
         items = [self._inbox.get() for _ in range(self._inbox.qsize())]
         for request in dict.fromkeys([*self._waiting, *self._prefilling, *self._running, *items]):
             if isinstance(request, Request) and request.finish is None:
-                self._finish(request, error=Refused(message, "internal", request.id))
+                self._finish(request, error=Refused.of(error, code="internal", id=request.id))
 
     def _turn(self):
         idle = not (self._waiting or self._prefilling or self._running)
@@ -205,10 +210,10 @@ class Scheduler:
             self._finish(request, request.cancelled)
             return
         state = "prefilling" if request in self._prefilling else "waiting"
-        what, expected = UNANSWERED[request.cancelled]
+        where, got, expected, fix = UNANSWERED[request.cancelled]
         passed = 1e3 * (now - request.arrived)
-        self._finish(request, error=Refused(f"{what} after {passed:.0f} ms while {state}, expected {expected}",
-                                            request.cancelled, request.id))
+        self._finish(request, error=Refused(where, f"{got} after {passed:.0f} ms while {state}", expected, fix,
+                                            code=request.cancelled, id=request.id))
 
     def _admit(self):
         while self._waiting and len(self._prefilling) + len(self._running) < self.engine.num_slots:
@@ -216,9 +221,9 @@ class Scheduler:
             least = self._token_seconds * len(request.prompt)
             if request.deadline < math.inf and time.monotonic() + least > request.deadline:
                 left = math.floor(1e3 * (request.deadline - time.monotonic()))
-                self._finish(request, error=Refused(
-                    f"deadline_ms: {left} ms left, expected at least {math.ceil(1e3 * least)} for a first token; "
-                    "allow more", "deadline", request.id))
+                self._finish(request, error=Refused("deadline_ms", f"{left} ms left",
+                                                    f"at least {math.ceil(1e3 * least)} for a first token",
+                                                    "allow more", code="deadline", id=request.id))
                 continue
             try:
                 if request.rows is None:
@@ -358,12 +363,12 @@ class Scheduler:
 
 
 def _refused(error, code, request):
-    """Returns what a client is told of an error of a step; a file that it begins with is the client's."""
+    """Returns what a client is told of an error of a step; a file that it is about is the client's."""
     reason, rows = _reason(error), request.rows
-    files = [file for file in (rows.path, rows.output) if reason.startswith(file)] if rows is not None else []
-    return apart(reason, max(files, key=len, default=""), "", code, request.id)
+    is_of_file = rows is not None and reason.where in (rows.path, rows.output)
+    return Refused.of(reason, code=code, id=request.id, logged={"where": "..."} if is_of_file else None)
 
 
 def _reason(error):
-    return str(error) if isinstance(error, ColibriError) else "memory: not enough for a step, expected more; " \
-        "lower --batch-size, or raise the service's limit"
+    return error if isinstance(error, ColibriError) else ColibriError(
+        "memory", "not enough for a step", "more", "lower --batch-size, or raise the service's limit")

@@ -55,7 +55,8 @@ def serve(engine, options):
         options.prefill_chunk = min(PREFILL_CHUNK["host" if engine.path.startswith("host") else "cuda"],
                                     engine.max_tokens)
     if options.prefill_chunk > engine.max_tokens:
-        raise ColibriError(f"--prefill-chunk: {options.prefill_chunk}, expected at most {engine.max_tokens}, "
+        raise ColibriError("--prefill-chunk", options.prefill_chunk,
+                           f"at most {engine.max_tokens}, "
                            f"{build.raise_limit('MAX_STEP_TOKENS', options.prefill_chunk)}")
     draw(0, 0)  # imports numpy.random, which would hold up the first step that samples
     main = Server(engine, options).main()
@@ -64,7 +65,7 @@ def serve(engine, options):
     except RuntimeError as error:  # Python has no kind of its own for it
         if "new thread" not in str(error):
             raise
-        raise ColibriError("service: no thread to start, expected a few; raise the limits of processes and memory "
-                           "(ulimit -u and -v)") from None
+        raise ColibriError("service", "no thread to start", "a few",
+                           "raise the limits of processes and memory (ulimit -u and -v)") from None
     finally:
         main.close()  # where there was no loop for it

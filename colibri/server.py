@@ -39,7 +39,7 @@ class Server:
         self.metrics = Metrics(FINISHES, CODES)
         self.max_connections = max(1, min(MAX_CONNECTIONS, (number_of_files() - SPARE_FILES) // 2))
         self._places = collections.defaultdict(collections.OrderedDict)  # {kind: {connection: None}}, the idlest first
-        self.is_draining, self._failure = False, None
+        self.is_draining, self._error = False, None
         self.name = os.path.basename(engine.checkpoint.path)
         self._listeners, self._signals, self._state = [], [], None
         self._num_unanswered = 0  # requests whose end has not been told, accepted or being read on another thread
@@ -62,9 +62,9 @@ class Server:
                 listener.close()
             self._intake.close()
             self.log.close()
-        failure = self.scheduler.failure or self._failure
-        if failure is not None:
-            raise ColibriError(failure)
+        error = self.scheduler.error or self._error
+        if error is not None:
+            raise error
 
     async def _listen(self):
         passed = activated()
@@ -123,9 +123,9 @@ class Server:
         self.is_draining = True
         self._stopped.set()
 
-    def fail(self, message):
-        """Stops with an error, when what was accepted has finished."""
-        self._failure = message
+    def fail(self, *parts):
+        """Stops with an error of these parts, when what was accepted has finished."""
+        self._error = ColibriError(*parts)
         self.stop()
 
     async def _drain(self):
@@ -154,7 +154,8 @@ class Server:
         end = time.monotonic() + CUT_SECONDS
         while not self.scheduler.stop(0):
             if time.monotonic() > end:
-                error = "scheduler: a step does not end, expected it to; look at the GPU with nvidia-smi and dmesg"
+                error = str(ColibriError("scheduler", "a step does not end", "it to",
+                                         "look at the GPU with nvidia-smi and dmesg"))
                 self._exit(2, "fault", error, error=error)  # the engine cannot be closed while it runs
             await asyncio.sleep(0.005)
 
@@ -214,8 +215,8 @@ class Server:
 
     def submit(self, request):
         if self.is_draining:
-            raise Refused("server: shutting down, expected a running one; send it to another, or again later",
-                          "shutdown", request.id)
+            raise Refused("server", "shutting down", "a running one", "send it to another, or again later",
+                          code="shutdown", id=request.id)
         self.scheduler.reserve(request.id)
         self._num_unanswered += 1
         if request.encode:
@@ -256,11 +257,11 @@ class Server:
         if isinstance(error, Refused):
             return error
         if isinstance(error, MemoryError):
-            return Refused("memory: not enough to read the request, expected more; send a shorter one, or raise the "
-                           "service's limit", "internal", identity)
+            return Refused("memory", "not enough to read the request", "more",
+                           "send a shorter one, or raise the service's limit", code="internal", id=identity)
         self._log_fault(type(error).__name__, error)
-        return Refused(f"server: {type(error).__name__} while it read the request, expected none; the log has more",
-                       "internal", identity)
+        return Refused("server", f"{type(error).__name__} while it read the request", "none", "the log has more",
+                       code="internal", id=identity)
 
     def refused(self, error):
         """Counts and logs a request that was not accepted."""

@@ -55,14 +55,15 @@ class Session:
         try:
             tokens = list(prompt_tokens)
         except TypeError:
-            raise ColibriError(f"tokens: {prompt_tokens}, expected ints or bytes") from None
+            raise ColibriError("tokens", str(prompt_tokens), "ints or bytes") from None
         room = self.engine.room(self.length + len(tokens))
         if isinstance(max_new_tokens, Integral) and max_new_tokens > room:
             count = self.length + len(tokens)
-            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room} after {count} tokens in a "
-                               f"context of {self.engine.context_rule(count + int(max_new_tokens) - 1)}")
+            raise ColibriError("max_new_tokens", max_new_tokens,
+                               f"1 to {room} after {count} tokens in a context of "
+                               f"{self.engine.context_rule(count + int(max_new_tokens) - 1)}")
         if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
-            raise ColibriError(f"max_new_tokens: {max_new_tokens}, expected 1 to {room}")
+            raise ColibriError("max_new_tokens", str(max_new_tokens), f"1 to {room}")
         return self._generate(tokens, max_new_tokens, sampler)
 
     def _generate(self, tokens, max_new_tokens, sampler):
@@ -89,7 +90,7 @@ class Session:
 
 def _check_not_text(tokens):
     if isinstance(tokens, str):
-        raise ColibriError("tokens: a str, expected ints or bytes; encode it: text.encode()")
+        raise ColibriError("tokens", "a str", "ints or bytes", "encode it: text.encode()")
 
 
 def check_work(engine, work):
@@ -97,32 +98,32 @@ def check_work(engine, work):
     try:
         work = [(session, tokens) for session, tokens in work]
     except (TypeError, ValueError):
-        raise ColibriError("step: work of another form, expected [(session, tokens), ...]") from None
+        raise ColibriError("step", "work of another form", "[(session, tokens), ...]") from None
     if not work:
-        raise ColibriError("step: 0 sessions, expected at least one [(session, tokens)]")
+        raise ColibriError("step", "0 sessions", "at least one [(session, tokens)]")
     pending = [(session, _check_tokens(engine, session, tokens)) for session, tokens in work]
     if len({session.slot for session, _ in work}) < len(work):
-        raise ColibriError("step: one session twice, expected each once")
+        raise ColibriError("step", "one session twice", "each once")
     return pending
 
 
 def _check_tokens(engine, session, tokens):
     if not isinstance(session, Session) or session.engine is not engine:
-        raise ColibriError("session: not of this engine, expected one that its session() returned")
+        raise ColibriError("session", "not of this engine", "one that its session() returned")
     if session.slot is None:
-        raise ColibriError("session: closed, expected open; begin another with engine.session()")
+        raise ColibriError("session", "closed", "open", "begin another with engine.session()")
     _check_not_text(tokens)
     vocab_size = engine.checkpoint.header["vocab_size"]
     try:
         tokens = np.asarray(list(tokens) if isinstance(tokens, (bytes, bytearray)) else tokens)
     except (TypeError, ValueError):
-        raise ColibriError("tokens: of another form, expected ints in a row") from None
+        raise ColibriError("tokens", "of another form", "ints in a row") from None
     if tokens.size == 0:
-        raise ColibriError("tokens: none, expected at least one int; give the session something to continue")
+        raise ColibriError("tokens", "none", "at least one int", "give the session something to continue")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ColibriError(f"tokens: {tokens.dtype} of shape {tokens.shape}, expected ints in a row")
+        raise ColibriError("tokens", f"{tokens.dtype} of shape {tokens.shape}", "ints in a row")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-        raise ColibriError(f"tokens: {wrong}, expected 0 to {vocab_size - 1}")
+        raise ColibriError("tokens", wrong, f"0 to {vocab_size - 1}")
     engine.room(session.length + len(tokens))
     return tokens

@@ -82,7 +82,7 @@ class Pipes:
 
     def _unread(self, error):
         self._received(b"")
-        self._connection.server.fail(f"stdin: {error.strerror}, expected requests there; give it a file or a pipe")
+        self._connection.server.fail("stdin", error.strerror, "requests there", "give it a file or a pipe")
 
     def _write(self):
         while True:
@@ -111,8 +111,7 @@ class Pipes:
         if isinstance(error, BrokenPipeError):
             self._connection.server.stop()
         else:
-            self._connection.server.fail(f"stdout: {error.strerror}, expected to write the answers there; free some "
-                                         "space")
+            self._connection.server.fail("stdout", error.strerror, "to write the answers there", "free some space")
 
     def _hop(self, function, *arguments):
         try:

@@ -81,10 +81,10 @@ class Numbers(Codec):
         words = re.split(r"\s*,\s*|\s+", text.decode("utf-8", "replace").strip())
         if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
             wrong = next(word for word in words if not re.fullmatch(r"\d{1,9}", word))
-            raise ColibriError(f"{where}: {wrong[:40]!r}, expected token numbers such as 17,4,25")
+            raise ColibriError(where, repr(wrong[:40]), "token numbers such as 17,4,25")
         tokens = [int(word) for word in words]
         if max(tokens) >= self._vocab_size:
-            raise ColibriError(f"{where}: {max(tokens)}, expected 0 to {self._vocab_size - 1}")
+            raise ColibriError(where, max(tokens), f"0 to {self._vocab_size - 1}")
         return tokens
 
     def data(self, token):
@@ -107,13 +107,15 @@ class Tokenizer(Codec):
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at a time needs no more threads
             import tokenizers
         except ImportError:
-            raise ColibriError("tokenizers: not installed, expected it for the text of this model; run pip install "
-                               "tokenizers (the extra `text`); a text run with --prompt-ids does without") from None
+            raise ColibriError("tokenizers", "not installed",
+                               "it for the text of this model",
+                               "run pip install tokenizers (the extra `text`); a text run with --prompt-ids does "
+                               "without") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself
-            raise ColibriError(f"{path}: tokenizer: {str(error)[:100]}, expected a tokenizer.json that the package "
-                               "reads; convert again with a good one") from None
+            raise ColibriError(path, f"tokenizer: {str(error)[:100]}", "a tokenizer.json that the package reads",
+                               "convert again with a good one") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab_size, self._bos = vocab_size, bos
@@ -131,17 +133,17 @@ class Tokenizer(Codec):
         try:
             found = self._encoding(text.decode(), special)
         except UnicodeDecodeError:
-            raise ColibriError(f"{where}: not UTF-8, expected text; convert it first") from None
+            raise ColibriError(where, "not UTF-8", "text", "convert it first") from None
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself
-            raise ColibriError(f"{where}: {str(error)[:100]}, expected text that the model's tokenizer takes; "
+            raise ColibriError(where, str(error)[:100], "text that the model's tokenizer takes",
                                "change it") from None
         if len(found) > self.most:
             return range(len(found))
         tokens = self._begun(found.ids, found.special_tokens_mask) if special else found.ids
         wrong = next((token for token in tokens if token >= self._vocab_size), None)
         if wrong is not None:
-            raise ColibriError(f"{where}: token {self._tokenizer.id_to_token(wrong)[:40]!r} is {wrong}, expected 0 to "
-                               f"{self._vocab_size - 1}, which the model has; leave it out")
+            raise ColibriError(where, f"token {self._tokenizer.id_to_token(wrong)[:40]!r} is {wrong}",
+                               f"0 to {self._vocab_size - 1}, which the model has", "leave it out")
         return tokens
 
     def _encoding(self, text, special):
@@ -184,15 +186,16 @@ def codec(checkpoint, is_numbers):
     """Returns the Codec that a model's prompts take. is_numbers: of --prompt-ids, not of --prompt."""
     vocab_size = checkpoint.header["vocab_size"]
     if vocab_size == 0:
-        raise ColibriError(f"{checkpoint.path}: vocab_size=0, expected tokens for a prompt; this is a bare stack of "
-                           "MoE layers, use --input, or a latency run")
+        raise ColibriError(checkpoint.path, "vocab_size=0", "tokens for a prompt",
+                           "this is a bare stack of MoE layers, use --input, or a latency run")
     if is_numbers:
         return Numbers(vocab_size)
     if checkpoint.tokenizer:
         return Tokenizer(checkpoint.tokenizer, checkpoint.path, vocab_size, checkpoint.bos)
     if vocab_size != 256:
-        raise ColibriError(f"{checkpoint.path}: vocab_size={vocab_size} and no tokenizer, expected 256 for --prompt, "
-                           "where a token is a byte; give --prompt-ids, or convert a folder that has tokenizer.json")
+        raise ColibriError(checkpoint.path, f"vocab_size={vocab_size} and no tokenizer",
+                           "256 for --prompt, where a token is a byte",
+                           "give --prompt-ids, or convert a folder that has tokenizer.json")
     return Bytes()
 
 

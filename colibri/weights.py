@@ -92,7 +92,7 @@ class HostMemory:
         return array
 
     def precapture(self, model):
-        needs_gpu("--precapture: given")
+        needs_gpu("--precapture", "given")
 
     def close(self):
         self._state = None
@@ -120,8 +120,8 @@ def _block(num_bytes):
     try:
         return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     except OSError as error:
-        raise ColibriError(f"memory: {num_bytes / 2**30:.2f} GiB of state: {error.strerror}; "
-                           "use fewer sessions at once (num_slots, --batch-size) or a shorter --context") from None
+        raise ColibriError("memory", f"{num_bytes / 2**30:.2f} GiB of state: {error.strerror}",
+                           fix="use fewer sessions at once (num_slots, --batch-size) or a shorter --context") from None
 
 
 def largest_cache_bytes():
@@ -133,10 +133,10 @@ def largest_cache_bytes():
     return max(sizes)
 
 
-def needs_gpu(given, why=""):
+def needs_gpu(option, given, why=""):
     because = f" ({why})" if why else ""
-    raise ColibriError(f"{given}, expected only on a GPU, and this runs on the host{because}; leave it out, or see "
-                       "python -m colibri.run --doctor")
+    raise ColibriError(option, given, f"only on a GPU, and this runs on the host{because}",
+                       "leave it out, or see python -m colibri.run --doctor")
 
 
 def pointers(checkpoint, addresses, structs):

@@ -103,8 +103,9 @@ def understand(options):
     else:
         found = inputs.read(options.checkpoint, absent)
         if options.hidden is not None or (options.ffn is not None and not sources.are_joined(found.tensors)):
-            raise ColibriError("--hidden, --ffn: only for a version 1 .bin, which has no dimensions, and --ffn for "
-                               "experts joined in weight1; drop them")
+            raise ColibriError("--hidden, --ffn",
+                               "only for a version 1 .bin, which has no dimensions, and --ffn for experts joined "
+                               "in weight1", fix="drop them")
     tensors = sources.stripped(found.tensors, options.checkpoint)
     renamed = len(tensors.keys() - found.tensors.keys())
     bare = "model_type" not in settings.values
@@ -149,7 +150,7 @@ def convert(options):
         return say(inspection.inspect(plan, options.json))
     output = Path(options.output)
     if output.is_file() and inputs.is_input(output, Path(options.checkpoint), plan.config):
-        raise ColibriError(f"{output}: is the checkpoint itself or a file of it; choose another output")
+        raise ColibriError(output, "is the checkpoint itself or a file of it", fix="choose another output")
     fields, family = plan.fields, plan.family
     bound = sources.sources(family, plan.input.tensors, fields, plan.where, sources.MOE if plan.bare else None)
     for warning in plan.input.warnings:
@@ -157,7 +158,7 @@ def convert(options):
     if options.format == "v1":
         return v1.convert(family, fields, bound, options)
     if options.layer is not None:
-        raise ColibriError(f"--layer: {options.layer}, expected only with --format v1; drop it")
+        raise ColibriError("--layer", options.layer, "only with --format v1", "drop it")
     kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(
         {**fields, "dense_layers": headers.mask(fields["dense_layers"])})}
     dtypes = {kind: _dtype(options.dtype, bound.sources, kinds, kind, options.checkpoint)
@@ -191,9 +192,9 @@ def say(text, file=None):
 
 def _check_options(options):
     if options.json and not options.inspect:
-        raise ColibriError("--json: given, expected only with --inspect; drop it")
+        raise ColibriError("--json", "given", "only with --inspect", "drop it")
     if options.inspect and options.output:
-        raise ColibriError(f"{options.output}: an output with --inspect, which writes nothing; drop one of them")
+        raise ColibriError(options.output, "an output with --inspect, which writes nothing", fix="drop one of them")
     if not options.inspect and not options.output:
         parser().error("the following arguments are required: output")
 
@@ -226,8 +227,8 @@ def _dtype(option, sources, kinds, kind, path):
     kept = interleave.KEPT[matrices[0].dtype]
     other = next((tensor for tensor in matrices if interleave.KEPT[tensor.dtype] != kept), None)
     if other is not None:
-        raise ColibriError(f"{path}: {other.name}: dtype={other.dtype}, expected {matrices[0].dtype} as in "
-                           f"{matrices[0].name}; choose one with --dtype")
+        raise ColibriError(path, f"{other.name}: dtype={other.dtype}", f"{matrices[0].dtype} as in {matrices[0].name}",
+                           "choose one with --dtype")
     return kept
 
 

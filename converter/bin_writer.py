@@ -106,7 +106,7 @@ def replacing(path, num_bytes, force):
     try:
         free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
         if free < num_bytes:
-            raise ColibriError(f"{path}: {free} bytes free, expected {num_bytes}; free some space or write elsewhere")
+            raise ColibriError(path, f"{free} bytes free", num_bytes, "free some space or write elsewhere")
         with open(temporary, "xb", buffering=0) as file:
             _lock(file)
             yield file
@@ -115,8 +115,8 @@ def replacing(path, num_bytes, force):
             _place(temporary, path, force)
         _sync(directory)
     except OSError as error:
-        raise ColibriError(f"{path}: {error.strerror}, expected to write {num_bytes} bytes; check the directory and "
-                           "its space") from None
+        raise ColibriError(path, error.strerror, f"to write {num_bytes} bytes",
+                           "check the directory and its space") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -169,9 +169,9 @@ def _remove_leftovers(path):
 def check_output(path, force):
     """Refuses an output that must not be written, before any work."""
     if (path.exists() or path.is_symlink()) and not path.is_file():
-        raise ColibriError(f"{path}: not a regular file, expected a .bin to write; choose another output")
+        raise ColibriError(path, "not a regular file", "a .bin to write", "choose another output")
     if path.exists() and not force:
-        raise ColibriError(f"{path}: exists already; give --force to replace it")
+        raise ColibriError(path, "exists already", fix="give --force to replace it")
 
 
 def write_all(file, piece):

@@ -111,18 +111,18 @@ def is_there(path):
 def read_json(path):
     """Reads the JSON object in a small file."""
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe might never end
-        raise ColibriError(f"{path}: not a regular file, expected a JSON config; check --config")
+        raise ColibriError(path, "not a regular file", "a JSON config", "check --config")
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
         values = json.loads(text, object_pairs_hook=once) if len(text) <= MAX_CONFIG_BYTES else None
     except OSError as error:
-        raise ColibriError(f"{path}: {error.strerror}, expected a readable JSON config; check --config") from None
+        raise ColibriError(path, error.strerror, "a readable JSON config", "check --config") from None
     except (ValueError, RecursionError) as error:
-        raise ColibriError(f"{path}: not JSON ({str(error)[:80]}), expected an object with each key once; "
+        raise ColibriError(path, f"not JSON ({str(error)[:80]})", "an object with each key once",
                            "check --config") from None
     if type(values) is not dict:
-        raise ColibriError(f"{path}: expected a JSON object of at most {MAX_CONFIG_BYTES} bytes; check --config")
+        raise ColibriError(path, expected=f"a JSON object of at most {MAX_CONFIG_BYTES} bytes", fix="check --config")
     return values
 
 
@@ -154,15 +154,15 @@ def bare_fields(family, sizes, c, flags, unknown=None):
     for field, (keys, kind, flag, default) in ASKED.items():
         given, known = flags.get(field), c.get(keys, kind)
         if given is not None and known is not None and given != known:
-            raise ColibriError(f"{flag}: {given}, but {c.where} says {json.dumps(known)[:80]}; drop the flag or "
-                               "correct the config")
+            raise ColibriError(flag, f"{given}, but {c.where} says {json.dumps(known)[:80]}",
+                               fix="drop the flag or correct the config")
         value = next((each for each in (given, known, default) if each is not None), None)
         if field == "activation" and value is not None:
             value = _activation_code(value, flag if given is not None else c.where)
         if field in family.routing:
             if not (value in (None, family.routing[field]) or _means_nothing(field, value, fields)):
-                raise ColibriError(f"{c.where or flag}: {field}={value}, expected {family.routing[field]}, as always "
-                                   f"in {family.name}; drop it")
+                raise ColibriError(c.where or flag, f"{field}={value}",
+                                   f"{family.routing[field]}, as always in {family.name}", "drop it")
         elif value is None:
             missing.append(flag)
             fields["k"] = fields["k"] or 1
@@ -173,8 +173,8 @@ def bare_fields(family, sizes, c, flags, unknown=None):
         raise c.bad("scoring_func", scores, " or ".join(SCORES) + f", as {family.name} has it")
     fields["router_kind"] = SCORES.get(scores, fields["router_kind"])
     if missing and unknown is None:
-        raise ColibriError(f"{c.where or 'no config file'}: how experts are used is not known, expected it from a "
-                           f"config or flags; give {', '.join(missing)}")
+        raise ColibriError(c.where or "no config file", "how experts are used is not known",
+                           "it from a config or flags", f"give {', '.join(missing)}")
     if unknown is not None:
         unknown += missing
     return fields
@@ -196,7 +196,7 @@ def _means_nothing(field, value, fields):
 
 def _activation_code(name, where):
     if name not in ACTIVATIONS:
-        raise ColibriError(f"{where}: activation={name[:80]}, expected one of silu, gelu, relu; Colibri has no other")
+        raise ColibriError(where, f"activation={name[:80]}", "one of silu, gelu, relu", "Colibri has no other")
     return ACTIVATIONS[name]
 
 
@@ -206,8 +206,8 @@ def check_flags(fields, c, flags):
         given = flags.get(field)
         value = _activation_code(given, flag) if field == "activation" and given is not None else given
         if value is not None and value != fields[field]:
-            raise ColibriError(f"{flag}: {given}, but {c.where} makes {field} {fields[field]}; drop the flag or "
-                               "correct the config")
+            raise ColibriError(flag, f"{given}, but {c.where} makes {field} {fields[field]}",
+                               fix="drop the flag or correct the config")
 
 
 def check_own_names(fields, c):
@@ -232,4 +232,4 @@ def check_limits(fields, where):
              ("final_norm_eps", heads == 0 or fields["final_norm_eps"] > 0, "above 0"),
              *((name, _held(fields[name]), "a number that float32 holds") for name in FLOATS)]
     for field, rule in [*filter(None, [broken]), *((field, rule) for field, holds, rule in rules if not holds)]:
-        raise ColibriError(f"{where}: {field}={fields[field]}, expected {rule}; correct the config or the flag")
+        raise ColibriError(where, f"{field}={fields[field]}", rule, "correct the config or the flag")

@@ -38,17 +38,17 @@ def read(folder, absent=None):
     ranks = [int(match[match.lastindex]) for entry in folder.iterdir()
              if (match := MAIN.fullmatch(entry.name) or EXPERT.fullmatch(entry.name))]
     if not ranks:
-        raise ColibriError(f"{folder}: no mp_rank_00_model_states.pt, expected one in a DeepSpeed-MoE checkpoint; name "
-                           "another folder")
+        raise ColibriError(folder, "no mp_rank_00_model_states.pt", "one in a DeepSpeed-MoE checkpoint",
+                           "name another folder")
     if {*ranks} != {0}:
-        raise ColibriError(f"{folder}: mp_rank_{max(ranks):02}, expected mp_rank_00 alone; merge the "
-                           "tensor-parallel ranks with DeepSpeed first")
+        raise ColibriError(folder, f"mp_rank_{max(ranks):02}", "mp_rank_00 alone",
+                           "merge the tensor-parallel ranks with DeepSpeed first")
     main = pt_reader.read_checkpoint(folder / "mp_rank_00_model_states.pt")
     routers = {match[0]: match for name in main if (match := ROUTER.fullmatch(name))}
     blocks = sorted(routers, key=lambda name: (routers[name][1], int(routers[name][2])))
     if not blocks:
-        raise ColibriError(f"{folder}: no deepspeed_moe.gate.wg.weight in mp_rank_00_model_states.pt, expected a "
-                           "router for each MoE layer; this is no DeepSpeed-MoE checkpoint")
+        raise ColibriError(folder, "no deepspeed_moe.gate.wg.weight in mp_rank_00_model_states.pt",
+                           "a router for each MoE layer", "this is no DeepSpeed-MoE checkpoint")
     grid, tensors, warnings = _grid(folder), {}, []
     for moe, name in enumerate(blocks):
         tensors[f"layers.{moe}.gate.wg.weight"] = main[name]
@@ -59,14 +59,15 @@ def read(folder, absent=None):
                 absent.append(file)
                 continue
             if (moe, expert) not in grid:
-                raise ColibriError(f"{folder}: missing expert {expert} of MoE layer {moe}: no {file}, expected "
-                                   f"{num_experts} from {name}; copy it there")
+                raise ColibriError(folder, f"missing expert {expert} of MoE layer {moe}: no {file}",
+                                   f"{num_experts} from {name}", "copy it there")
             path = grid.pop((moe, expert))
             numbers[path] = expert, _read_expert(path, name.split(".deepspeed_moe.")[0], moe, expert, tensors, warnings)
         _check_numbers(numbers, num_experts)
     if grid:
-        raise ColibriError(f"{next(iter(grid.values()))}: extra expert, expected those of {len(blocks)} MoE layers as "
-                           "wide as their routers; the folder holds files of another checkpoint")
+        raise ColibriError(next(iter(grid.values())), "extra expert",
+                           f"those of {len(blocks)} MoE layers as wide as their routers",
+                           "the folder holds files of another checkpoint")
     return tensors, [name for name in main if name not in routers], warnings
 
 
@@ -76,8 +77,7 @@ def _step(folder):
         return folder
     name = (folder / "latest").read_text("utf-8", "replace").strip()
     if Path(name).name != name or not (folder / name).is_dir():
-        raise ColibriError(f"{folder / 'latest'}: {name[:80]!r}, expected the name of a folder beside it; copy "
-                           "it there")
+        raise ColibriError(folder / "latest", repr(name[:80]), "the name of a folder beside it", "copy it there")
     return folder / name
 
 
@@ -88,7 +88,7 @@ def _grid(folder):
         if match := EXPERT.fullmatch(entry.name):
             other = grid.setdefault((int(match[1]), int(match[2])), entry)
             if other != entry:
-                raise ColibriError(f"{folder}: {other.name} and {entry.name}: the same expert twice, expected it once; "
+                raise ColibriError(folder, f"{other.name} and {entry.name}: the same expert twice", "it once",
                                    "move one of them away")
     return grid
 
@@ -102,8 +102,9 @@ def _check_numbers(numbers, num_experts):
                  for size in range(num_experts, 0, -1) if num_experts % size == 0), key=len, default=[])
     if wrong:
         expert, number = numbers[wrong[0]]
-        raise ColibriError(f"{wrong[0]}: expert {number} by the names in it, expected {expert} by its own, or "
-                           "that expert's number on its rank; it is a copy of another's file, copy the right one there")
+        raise ColibriError(wrong[0], f"expert {number} by the names in it",
+                           f"{expert} by its own, or that expert's number on its rank",
+                           "it is a copy of another's file, copy the right one there")
 
 
 def _read_expert(path, block, moe, expert, tensors, warnings):
@@ -112,11 +113,11 @@ def _read_expert(path, block, moe, expert, tensors, warnings):
     for name, tensor in pt_reader.read_checkpoint(path).items():
         match = LEAF.fullmatch(name)
         if not match or match[1] != block:
-            raise ColibriError(f"{path}: unknown tensor {name[:100]}, expected {block}.deepspeed_moe.experts. alone; "
+            raise ColibriError(path, f"unknown tensor {name[:100]}", f"{block}.deepspeed_moe.experts. alone",
                                "the file belongs to another layer")
         target = f"layers.{moe}.experts.{expert}.{match[3]}"
         if target in tensors:
-            raise ColibriError(f"{path}: {name[:100]}: a second expert, expected one in each file")
+            raise ColibriError(path, f"{name[:100]}: a second expert", "one in each file")
         if match[3] == "dense_4h_to_h.bias":  # DeepSpeed adds it nowhere
             if np.any(tensor.array()):
                 warnings.append(f"{path}: {name}: not zero, but DeepSpeed does not add it either: left out")

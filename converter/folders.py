@@ -35,9 +35,9 @@ def read(folder, absent=None):
     chosen = [each for each in (_choose(folder, format) for format in FORMATS) if each]
     if not chosen:
         refuse_foreign(*sorted(folder.iterdir()))
-        raise ColibriError(f"{folder}: a directory without weights, expected one of "
-                           f"{', '.join(f.stem + f.suffix + end for f in FORMATS for end in (INDEX, ''))}, or a "
-                           "DeepSpeed-MoE checkpoint; name another")
+        raise ColibriError(folder, "a directory without weights",
+                           f"one of {', '.join(f.stem + f.suffix + end for f in FORMATS for end in (INDEX, ''))}, "
+                           "or a DeepSpeed-MoE checkpoint", "name another")
     taken = next((each for each in chosen if not each[0].absent), chosen[0])
     weights, left_out = taken[0], taken[1] + [each[0] for each in chosen[:chosen.index(taken)]]
     warnings = [f"{folder / weights.name}: taken, because {other.name} lacks {other.absent[0]}{more(other.absent)}"
@@ -82,13 +82,13 @@ def _series(folder, format, matches):
     names, total = {}, matches[0][3]
     for match in matches:
         if int(match[2]) in names:
-            raise ColibriError(f"{folder}: {names[int(match[2])]} and {match[0]}: the same shard twice, expected it "
-                               "once; move one of them away")
+            raise ColibriError(folder, f"{names[int(match[2])]} and {match[0]}: the same shard twice", "it once",
+                               "move one of them away")
         names[int(match[2])] = match[0]
     first = 0 if 0 in names else 1
     if max(names) >= first + int(total):
-        raise ColibriError(f"{folder}: {names[max(names)]}: a number beyond {total}, expected {first} to "
-                           f"{first + int(total) - 1}; give the shards their own names again")
+        raise ColibriError(folder, f"{names[max(names)]}: a number beyond {total}",
+                           f"{first} to {first + int(total) - 1}", "give the shards their own names again")
     width = min(len(match[2]) for match in matches)
     every = {i: names.get(i, f"{format.stem}-{i:0{width}}-of-{total}{format.suffix}")
              for i in range(first, first + int(total))}
@@ -107,8 +107,8 @@ def _choose(folder, format):
     begun = [weights for weights in found if len(weights.absent) < len(weights.files)]
     rivals = whole if sure else begun or found
     if len(rivals) > 1:
-        raise ColibriError(f"{folder}: {rivals[0].name} and {rivals[1].name}: two sets of weights, expected one; move "
-                           "the one that is not meant away")
+        raise ColibriError(folder, f"{rivals[0].name} and {rivals[1].name}: two sets of weights", "one",
+                           "move the one that is not meant away")
     return (rivals[0], [weights for weights in found if weights is not rivals[0]]) if rivals else None
 
 
@@ -117,8 +117,8 @@ def _read(folder, weights, absent):
     if weights.name.endswith(INDEX):
         return read_index(folder / weights.name)
     if weights.absent and absent is None:
-        raise ColibriError(f"{folder}: missing {weights.absent[0]}{more(weights.absent)}, expected all "
-                           f"{len(weights.files)} of {weights.name}; download or save the checkpoint again")
+        raise ColibriError(folder, f"missing {weights.absent[0]}{more(weights.absent)}",
+                           f"all {len(weights.files)} of {weights.name}", "download or save the checkpoint again")
     tensors = {}
     for name in weights.files:
         if name in weights.absent:
@@ -127,7 +127,7 @@ def _read(folder, weights, absent):
         held = weights.format.read(folder / name)
         twice = next((each for each in held if each in tensors), None)
         if twice is not None:
-            raise ColibriError(f"{folder / name}: {twice[:100]}: in another shard, too, expected each tensor once; "
+            raise ColibriError(folder / name, f"{twice[:100]}: in another shard, too", "each tensor once",
                                "download or save the checkpoint again")
         tensors.update(held)
     return tensors, {}
@@ -142,8 +142,8 @@ def _check_same(folder, weights, tensors, other):
     shared = [name for name in tensors if name in others]
     different = next((name for name in shared if _first(tensors[name]) != _first(others[name])), None)
     if different is not None or not shared:
-        raise ColibriError(f"{folder}: {weights.name} and {other.name}: differ in {(different or 'every name')[:100]}, "
-                           "expected the same tensors; move the one that is not meant away")
+        raise ColibriError(folder, f"{weights.name} and {other.name}: differ in {(different or 'every name')[:100]}",
+                           "the same tensors", "move the one that is not meant away")
 
 
 def _first(tensor):
@@ -161,16 +161,15 @@ def refuse_foreign(*paths):
                 head = file.read(8)
         for what, (suffixes, magic) in FOREIGN.items():
             if path.suffix in suffixes or (magic and head.startswith(magic)):
-                raise ColibriError(f"{path}: {what}, expected a checkpoint of PyTorch or safetensors; get the "
-                                   "safetensors of the model")
+                raise ColibriError(path, what, "a checkpoint of PyTorch or safetensors",
+                                   "get the safetensors of the model")
 
 
 def refuse_shard(path):
     """Refuses one of several numbered shards."""
     match = NUMBERED.fullmatch(path.name)
     if match and int(match[3]) > 1:
-        raise ColibriError(f"{path}: one of {int(match[3])} shards, expected all of them; name the folder, "
-                           f"{path.parent}")
+        raise ColibriError(path, f"one of {int(match[3])} shards", "all of them", f"name the folder, {path.parent}")
 
 
 def refuse_adapter(path, names=()):
@@ -178,5 +177,6 @@ def refuse_adapter(path, names=()):
     sign = next((name for name in ADAPTER_FILES if path.name == name or (path / name).is_file()), None)
     sign = sign or next((name for name in names if ADAPTER_NAME.search(name)), None)
     if sign:
-        raise ColibriError(f"{path}: a LoRA or other PEFT adapter ({sign[:100]}), expected a whole model; merge it "
-                           "into its base with PEFT's merge_and_unload, save that with save_pretrained, and convert it")
+        raise ColibriError(path, f"a LoRA or other PEFT adapter ({sign[:100]})", "a whole model",
+                           "merge it into its base with PEFT's merge_and_unload, save that with save_pretrained, "
+                           "and convert it")

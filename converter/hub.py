@@ -47,9 +47,10 @@ def resolve(name):
         weights = [*folder.glob(f"{format.stem}*{format.suffix}"), *(folder / shard for shard in named)]
         if any(file.exists() for file in [*weights, folder / "adapter_config.json"]):
             return str(folder)
-    raise ColibriError(f"{name}: no model*.safetensors and no pytorch_model*.bin there, or not in the Hub's cache "
-                       "where the Hub is not reached, expected one of them; download them, or name the model itself "
-                       "where this holds GGUF or ONNX files")
+    raise ColibriError(name,
+                       "no model*.safetensors and no pytorch_model*.bin there, or not in the Hub's cache where the "
+                       "Hub is not reached", "one of them",
+                       "download them, or name the model itself where this holds GGUF or ONNX files")
 
 
 def _fetch(name, model, revision, patterns):
@@ -59,8 +60,8 @@ def _fetch(name, model, revision, patterns):
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ColibriError(f"{name}: no such path, and no huggingface_hub to look for that model, expected one of "
-                           "them; pip install huggingface_hub, or git clone the model and name its folder") from None
+        raise ColibriError(name, "no such path, and no huggingface_hub to look for that model", "one of them",
+                           "pip install huggingface_hub, or git clone the model and name its folder") from None
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # of the Hub, of its HTTP client, or of the disk
@@ -70,4 +71,4 @@ def _fetch(name, model, revision, patterns):
             "try again, or name a folder"))
         is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in YES
         fix = fix.format(" unset HF_HUB_OFFLINE," if is_offline else "")
-        raise ColibriError(f"{name}: {got}, expected {expected}; {fix}") from error
+        raise ColibriError(name, got, expected, fix) from error

@@ -40,8 +40,8 @@ def _is_deepspeed(folder):
     weights, experts = folders.found(folder), deepspeed.has_experts(folder)
     whole = [each.name for each in weights if not each.absent]
     if experts and whole:
-        raise ColibriError(f"{folder}: {whole[0]} and the experts of a DeepSpeed-MoE checkpoint: two sets of weights, "
-                           "expected one; move the one that is not meant away")
+        raise ColibriError(folder, f"{whole[0]} and the experts of a DeepSpeed-MoE checkpoint: two sets of weights",
+                           "one", "move the one that is not meant away")
     return experts or not weights
 
 

@@ -81,7 +81,7 @@ def converted(tensor, start, stop, dtype):
     rows = tensor.rows(start, stop)
     if not _finite(rows, source):
         raise _bad_value(tensor, start, rows, source, ~np.isfinite(_widened(rows, source)),
-                         "a finite number; the checkpoint is damaged")
+                         "a finite number", "the checkpoint is damaged")
     if source == dtype:
         return rows
     with np.errstate(over="ignore"):
@@ -89,7 +89,7 @@ def converted(tensor, start, stop, dtype):
         result = _to_bf16(values) if dtype == "bf16" else values.astype(NUMPY_DTYPES[dtype])
     if not _finite(result, dtype):
         raise _bad_value(tensor, start, rows, source, ~np.isfinite(_widened(result, dtype)),
-                         f"at most {LARGEST[dtype]} in {dtype}; choose another --dtype")
+                         f"at most {LARGEST[dtype]} in {dtype}", "choose another --dtype")
     return result
 
 
@@ -123,8 +123,8 @@ def _to_bf16(values):
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
 
-def _bad_value(tensor, start, rows, source, bad, expected):
+def _bad_value(tensor, start, rows, source, bad, expected, fix):
     where = [int(index[0]) for index in np.nonzero(bad)]
     value = _widened(rows, source)[tuple(where)]
     where[0] += start
-    return ColibriError(f"{tensor.storage.where}: {tensor.name}: value={value:g} at {where}, expected {expected}")
+    return ColibriError(tensor.storage.where, f"{tensor.name}: value={value:g} at {where}", expected, fix)

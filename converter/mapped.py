@@ -47,15 +47,15 @@ def _on_fault(_):
 def map_file(path):
     """Returns a file as a read-only mmap."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ColibriError(f"{path}: {'a directory' if os.path.isdir(path) else 'not a regular file'}, expected a "
-                           "checkpoint file; name the file itself")
+        raise ColibriError(path, "a directory" if os.path.isdir(path) else "not a regular file", "a checkpoint file",
+                           "name the file itself")
     try:
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
-                raise ColibriError(f"{path}: 0 bytes, expected a PyTorch checkpoint; download or save it again")
+                raise ColibriError(path, "0 bytes", "a PyTorch checkpoint", "download or save it again")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise ColibriError(f"{path}: {getattr(error, 'strerror', None) or error}, expected a readable checkpoint file; "
+        raise ColibriError(path, getattr(error, "strerror", None) or error, "a readable checkpoint file",
                            "check the path") from None
     _mapped[data] = Mapped(path, data)
     LIBC.signal(signal.SIGBUS, _on_fault)
@@ -70,7 +70,7 @@ def forget():
 def check_size(data, where):
     """Refuses a file that was cut off after it was mapped, since zeros may have been read in place of what is gone."""
     if isinstance(data, mmap.mmap) and data.size() < len(data):
-        raise ColibriError(f"{where}: the file shrank to {data.size()} bytes while it was read, expected {len(data)}; "
+        raise ColibriError(where, f"the file shrank to {data.size()} bytes while it was read", len(data),
                            "convert again when nothing writes to it")
 
 

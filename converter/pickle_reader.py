@@ -46,22 +46,22 @@ class PickleReader:
                 OPCODES[opcode](self)
         except (IndexError, KeyError, ValueError, TypeError, AttributeError, RecursionError, struct.error) as error:
             cause = f"{type(error).__name__} at byte {self.position}"
-            raise ColibriError(f"{self.where}: corrupt pickle ({cause}), expected what torch.save writes; "
+            raise ColibriError(self.where, f"corrupt pickle ({cause})", "what torch.save writes",
                                "save or download the checkpoint again") from None
 
     def _charge(self, steps):
         """Counts the steps that an opcode takes."""
         self.charged += steps
         if self.charged > self.max_opcodes:
-            raise ColibriError(f"{self.where}: more than {self.max_opcodes} pickle opcodes, expected a dict of "
-                               "tensors; save model.state_dict() alone")
+            raise ColibriError(self.where, f"more than {self.max_opcodes} pickle opcodes", "a dict of tensors",
+                               "save model.state_dict() alone")
 
     def _forbidden_opcode(self, opcode):
         what = f"forbidden opcode 0x{opcode:02x} at byte {self.position - 1}"
         if opcode == ord("i"):  # INST: builds an instance of a class that it names
             what = f"forbidden opcode INST of {shown(self._line())}.{shown(self._line())}"
-        return ColibriError(f"{self.where}: {what}, expected what torch.save writes; do not load this file elsewhere "
-                            "unless you trust it")
+        return ColibriError(self.where, what, "what torch.save writes",
+                            "do not load this file elsewhere unless you trust it")
 
     def _take(self, count):
         piece = self.data[self.position:self.position + count]
@@ -122,9 +122,8 @@ class PickleReader:
             raise TypeError
         value = pickle_names.token(module, name)
         if value is None:
-            raise ColibriError(f"{self.where}: forbidden global {shown(module)}.{shown(name)}, expected tensors in "
-                               "dicts alone; save model.state_dict(), and do not load this file elsewhere unless you "
-                               "trust it")
+            raise ColibriError(self.where, f"forbidden global {shown(module)}.{shown(name)}", "tensors in dicts alone",
+                               "save model.state_dict(), and do not load this file elsewhere unless you trust it")
         self.stack.append(value)
 
     def _stack_global(self):

@@ -35,9 +35,9 @@ def _fp8(tensor, scale, block, where):
     row_blocks, column_blocks = -(-rows // block[0]), -(-columns // block[1])
     expected = (*experts, row_blocks, column_blocks)
     if tensor.dtype != "float8_e4m3fn" or scale.dtype not in SCALE_DTYPES or scale.shape != expected:
-        raise ColibriError(f"{where}: {scale.name}: {scale.dtype} {scale.shape}, expected one of "
-                           f"{', '.join(SCALE_DTYPES)} and {expected} for {tensor.name}, {tensor.dtype} "
-                           f"{tensor.shape}; the checkpoint and its config disagree")
+        raise ColibriError(where, f"{scale.name}: {scale.dtype} {scale.shape}",
+                           f"one of {', '.join(SCALE_DTYPES)} and {expected} for {tensor.name}, {tensor.dtype} "
+                           f"{tensor.shape}", "the checkpoint and its config disagree")
     table, widen = e4m3_values(), SCALE_DTYPES[scale.dtype]
 
     def decode(numbers):
@@ -50,9 +50,9 @@ def _fp8(tensor, scale, block, where):
 def _mxfp4(blocks, scales, where):
     expected = (*scales.shape, MXFP4_GROUP // 2)
     if (blocks.dtype, scales.dtype) != ("uint8", "uint8") or len(expected) != 4 or blocks.shape != expected:
-        raise ColibriError(f"{where}: {blocks.name}: {blocks.dtype} {blocks.shape}, expected uint8 [experts, rows, "
-                           f"groups, {MXFP4_GROUP // 2}] around {scales.name}, {scales.dtype} {scales.shape}; save the "
-                           "checkpoint again")
+        raise ColibriError(where, f"{blocks.name}: {blocks.dtype} {blocks.shape}",
+                           f"uint8 [experts, rows, groups, {MXFP4_GROUP // 2}] around {scales.name}, {scales.dtype} "
+                           f"{scales.shape}", "save the checkpoint again")
     experts, rows, groups = scales.shape
     pairs = np.stack([FP4[np.arange(256) & 15], FP4[np.arange(256) >> 4]], 1)  # the low half is the first column
 

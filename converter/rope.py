@@ -40,7 +40,7 @@ def rope(c, dim, theta, partial, mscales=False):
     else:
         dim = int(dim * in_either(c, p, "partial_rotary_factor", float, partial))
     if not 2 <= dim <= MAX_HEAD_DIM or dim % 2:
-        raise ColibriError(f"{c.where}: {dim} rotated dimensions, expected an even number from 2 to {MAX_HEAD_DIM}; "
+        raise ColibriError(c.where, f"{dim} rotated dimensions", f"an even number from 2 to {MAX_HEAD_DIM}",
                            "correct head_dim or partial_rotary_factor")
     if kind not in KNOWN:
         raise p.bad("rope_type", kind, "one of " + ", ".join(KNOWN))

@@ -31,7 +31,7 @@ def header_fields(c):
     """
     name = c.need("model_type", str)
     if name not in families.FAMILIES:
-        raise ColibriError(f"{c.where}: model_type={name[:80]}, expected one of {', '.join(families.FAMILIES)}; "
+        raise ColibriError(c.where, f"model_type={name[:80]}", f"one of {', '.join(families.FAMILIES)}",
                            "Colibri has no other")
     family = families.FAMILIES[name]
     for key, allowed in family.accepts.items():
@@ -39,8 +39,8 @@ def header_fields(c):
     try:
         fields = family.fields(c)
     except (ZeroDivisionError, OverflowError):
-        raise ColibriError(f"{c.where}: a size or factor that {name} divides by is 0, or one is too large, expected a "
-                           "model's; correct the config") from None
+        raise ColibriError(c.where, f"a size or factor that {name} divides by is 0, or one is too large", "a model's",
+                           "correct the config") from None
     config.check_own_names(fields, c)
     fields["fp8_block"] = config.quantization(c)
     types = c.get("layer_types", list, [])
@@ -71,7 +71,7 @@ def bare_family(tensors, where):
     what holds for all of them.
     """
     if not tensors:
-        raise ColibriError(f"{where}: 0 tensors, expected those of a model; download or save the checkpoint again")
+        raise ColibriError(where, "0 tensors", "those of a model", "download or save the checkpoint again")
     candidates = []
     for family in families.ROWS:
         templates = {_template(name.removeprefix(family.prefix))[0] for name in tensors}
@@ -88,8 +88,8 @@ def bare_family(tensors, where):
             matched = sum(_template(name.removeprefix(family.prefix))[0] in there for name in tensors)
             candidates.append((matched, family, fields))
     if not candidates:
-        raise ColibriError(f"{where}: family not known by its tensor names ({next(iter(tensors))[:100]}{more(tensors)}"
-                           "), expected the MoE layers of one of "
+        raise ColibriError(where, f"family not known by its tensor names ({next(iter(tensors))[:100]}{more(tensors)})",
+                           "the MoE layers of one of "
                            f"{', '.join(dict.fromkeys(family.name for family in families.ROWS))}")
     best = max(matched for matched, _, _ in candidates)
     same = [(family, fields) for matched, family, fields in candidates if matched == best]
@@ -98,8 +98,8 @@ def bare_family(tensors, where):
                for parts in other.tensors.get(key, []) for part in parts}
     whole = [name for name in tensors if _template(name.removeprefix(family.prefix))[0] in foreign]
     if whole:
-        raise ColibriError(f"{where}: {whole[0]}{more(whole)} of a whole language model, but no config with "
-                           "model_type, expected its config.json beside it; put it there, or name it with --config")
+        raise ColibriError(where, f"{whole[0]}{more(whole)} of a whole language model, but no config with model_type",
+                           "its config.json beside it", "put it there, or name it with --config")
     routing = {key: value for key, value in family.routing.items()
                if all(other.routing.get(key) == value for other, _ in same)}
     return family._replace(name="/".join(other.name for other, _ in same), routing=routing), fields
@@ -133,10 +133,11 @@ def check_joined(fields, ffn, where, unknown):
     if ffn is None and unknown is not None:
         unknown.append("--ffn")
     elif ffn is None:
-        raise ColibriError(f"{where}: experts.weight1: no ffn given, expected it, since {experts} experts of {rows} "
-                           f"rows look like a rank's share of larger ones; give --ffn {rows} if these are all")
+        raise ColibriError(where, "experts.weight1: no ffn given",
+                           f"it, since {experts} experts of {rows} rows look like a rank's share of larger ones",
+                           f"give --ffn {rows} if these are all")
     elif ffn != rows:
-        raise ColibriError(f"{where}: experts.weight1: rows for {experts} experts of ffn={rows}, expected ffn={ffn}; "
+        raise ColibriError(where, f"experts.weight1: rows for {experts} experts of ffn={rows}", f"ffn={ffn}",
                            "it has one rank's experts alone, join those of all ranks")
 
 
@@ -189,16 +190,18 @@ def _without_lightning(tensors, wrapped, where):
     for full, tensor in tensors.items():
         name = full.removeprefix(LIGHTNING)
         if name != full and not full.startswith(INNER) and not name.startswith("lm_head."):
-            raise ColibriError(f"{where}: {tensor.name} beside {tensors[wrapped].name}: {LIGHTNING} is the model's own "
-                               "prefix in one and a wrapper's in the other, expected one model; save it apart")
+            raise ColibriError(where,
+                               f"{tensor.name} beside {tensors[wrapped].name}: {LIGHTNING} is the model's own "
+                               "prefix in one and a wrapper's in the other",
+                               "one model", "save it apart")
         _add(tensor, name, result, where)
     return result
 
 
 def _add(tensor, name, tensors, where):
     if name in tensors:
-        raise ColibriError(f"{where}: {tensor.name}: stands for {name}, as {tensors[name].name} does; expected each "
-                           "tensor once")
+        raise ColibriError(where, f"{tensor.name}: stands for {name}, as {tensors[name].name} does",
+                           fix="expected each tensor once")
     tensors[name] = tensor
 
 
@@ -236,15 +239,16 @@ def sources(family, tensors, fields, where, keys=None):
     if bound.missing:
         layers = {_template(name.removeprefix(family.prefix))[1] for name in tensors} - {None}
         if keys and min(layers) > 0:
-            raise ColibriError(f"{where}: layers from {min(layers)} on, expected the first to be 0; convert the "
-                               "checkpoint that has those before it, or rename these")
-        raise ColibriError(f"{where}: missing tensor {bound.missing[0]}{more(bound.missing)}, expected "
-                           f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers; "
+            raise ColibriError(where, f"layers from {min(layers)} on", "the first to be 0",
+                               "convert the checkpoint that has those before it, or rename these")
+        raise ColibriError(where, f"missing tensor {bound.missing[0]}{more(bound.missing)}",
+                           f"{fields['num_experts']} experts in each MoE layer of {fields['num_layers']} layers",
                            "the checkpoint is incomplete")
     if bound.extra:
-        raise ColibriError(f"{where}: extra tensor {bound.extra[0]}{more(bound.extra)}, expected none from "
-                           f"{family.name} with num_layers={fields['num_layers']} and "
-                           f"num_experts={fields['num_experts']}; the checkpoint and its config disagree")
+        raise ColibriError(where, f"extra tensor {bound.extra[0]}{more(bound.extra)}",
+                           f"none from {family.name} with num_layers={fields['num_layers']} and "
+                           f"num_experts={fields['num_experts']}",
+                           "the checkpoint and its config disagree")
     return bound
 
 
@@ -267,13 +271,13 @@ def _by_template(family, tensors, fields, where):
                 and (template != "lm_head.weight" or _same(tensor, tensors, family, where))):
             ignored.append(full)
         elif template not in templates:
-            raise ColibriError(f"{where}: unknown tensor {full[:100]}, expected {family.name}'s names alone; this "
-                               "converter would have to leave it out")
+            raise ColibriError(where, f"unknown tensor {full[:100]}", f"{family.name}'s names alone",
+                               "this converter would have to leave it out")
         else:
             places = found.setdefault((template, layer), {})
             if expert_id in places:
-                raise ColibriError(f"{where}: {full}: stands for {places[expert_id].name}, which is there too; "
-                                   "expected each tensor once")
+                raise ColibriError(where, f"{full}: stands for {places[expert_id].name}, which is there too",
+                                   fix="expected each tensor once")
             places[expert_id] = tensor
     return found, ignored
 
@@ -347,11 +351,11 @@ def _check(tensor, part, scope, where):
     expected = _shape(part, scope)
     if tensor.shape != expected:
         fields = sorted({*re.findall(r"[a-z_]+", " ".join(part.shape))} - {"moe"})
-        raise ColibriError(f"{where}: {tensor.name}: shape={tensor.shape}, expected {expected} from "
-                           f"{', '.join(f'{name}={scope[name]}' for name in fields)}; the checkpoint and its config "
-                           "disagree")
+        raise ColibriError(where, f"{tensor.name}: shape={tensor.shape}",
+                           f"{expected} from {', '.join(f'{name}={scope[name]}' for name in fields)}",
+                           "the checkpoint and its config disagree")
     if tensor.dtype not in FLOATS:
-        raise ColibriError(f"{where}: {tensor.name}: dtype={tensor.dtype}, expected one of {', '.join(FLOATS)}; "
+        raise ColibriError(where, f"{tensor.name}: dtype={tensor.dtype}", f"one of {', '.join(FLOATS)}",
                            "convert the checkpoint to one of them first")
 
 
@@ -362,8 +366,8 @@ def _same(head, tensors, family, where):
         return False
     if (head.shape, head.dtype) != (embed.shape, embed.dtype) or any(
             head.rows(row, row + 1).tobytes() != embed.rows(row, row + 1).tobytes() for row in range(head.shape[0])):
-        raise ColibriError(f"{where}: {head.name}: differs from {embed.name}, expected the same from "
-                           "tie_word_embeddings=true; the checkpoint and its config disagree")
+        raise ColibriError(where, f"{head.name}: differs from {embed.name}", "the same from tie_word_embeddings=true",
+                           "the checkpoint and its config disagree")
     return True
 
 

@@ -54,8 +54,8 @@ class Storage:
             if step == CRC_BYTES:
                 self.drop(step)
         if self.checked == self.bytes and self.crc != self.crc32:
-            raise ColibriError(f"{self.where}: CRC-32={self.crc:08x}, expected {self.crc32:08x}; the file is damaged, "
-                               "download or save the checkpoint again")
+            raise ColibriError(self.where, f"CRC-32={self.crc:08x}", f"{self.crc32:08x}",
+                               "the file is damaged, download or save the checkpoint again")
 
     def drop(self, num_bytes):
         """Counts bytes as used, and gives the mapped pages back after each WINDOW_BYTES."""

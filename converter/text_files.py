@@ -55,11 +55,11 @@ def _tokenizer(path):
     if not config.is_there(path):
         return Tokenizer(path, b"", {}, [])
     if not path.is_file():
-        raise ColibriError(f"{path}: not a regular file, nor a link to one, expected a tokenizer.json; download it "
-                           "again, or remove it")
+        raise ColibriError(path, "not a regular file, nor a link to one", "a tokenizer.json",
+                           "download it again, or remove it")
     size = path.stat().st_size
     if size > MAX_TOKENIZER_BYTES:
-        raise ColibriError(f"{path}: {size} bytes, expected at most {MAX_TOKENIZER_BYTES}")
+        raise ColibriError(path, f"{size} bytes", f"at most {MAX_TOKENIZER_BYTES}")
     data = path.read_bytes()
     try:
         values = json.loads(data.decode())
@@ -71,8 +71,8 @@ def _tokenizer(path):
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         good = False
     if not good:
-        raise ColibriError(f"{path}: {len(data)} bytes that are no tokenizer.json, expected a JSON object with a "
-                           "vocabulary of text and numbers; download it again, or remove it")
+        raise ColibriError(path, f"{len(data)} bytes that are no tokenizer.json",
+                           "a JSON object with a vocabulary of text and numbers", "download it again, or remove it")
     return Tokenizer(path, data, ids, begins)
 
 
@@ -91,7 +91,7 @@ def _token(values, name, where):
     value = values.get(name)
     text = value.get("content") if type(value) is dict else value
     if not (value is None or type(text) is str):
-        raise ColibriError(f"{where}: {name}={json.dumps(value)[:80]}, expected a token's text; correct it")
+        raise ColibriError(where, f"{name}={json.dumps(value)[:80]}", "a token's text", "correct it")
     return text
 
 
@@ -99,7 +99,7 @@ def _bos(values, where, tokenizer, vocab_size, warnings):
     """Returns the number of the token that add_bos_token puts before a prompt, or None."""
     added, bos = values.get("add_bos_token"), _token(values, "bos_token", where)
     if type(added) not in (bool, type(None)):
-        raise ColibriError(f"{where}: add_bos_token={json.dumps(added)[:80]}, expected true or false; correct it")
+        raise ColibriError(where, f"add_bos_token={json.dumps(added)[:80]}", "true or false", "correct it")
     if added is False and bos in tokenizer.begins:
         warnings.append(f"{where}: add_bos_token=false, but {NAMES[1]} puts {bos[:40]!r} before a prompt; so does "
                         "Colibri, but for a request with add_special_tokens=false")
@@ -108,8 +108,9 @@ def _bos(values, where, tokenizer, vocab_size, warnings):
     number = tokenizer.ids.get(bos)
     if number is None or number >= vocab_size:
         got = json.dumps(bos)[:60] + ("" if number is None else f", which is {number}")
-        raise ColibriError(f"{where}: bos_token={got}, expected a token of {NAMES[1]} below vocab_size={vocab_size} "
-                           "with add_bos_token=true; correct it")
+        raise ColibriError(where, f"bos_token={got}",
+                           f"a token of {NAMES[1]} below vocab_size={vocab_size} with add_bos_token=true",
+                           "correct it")
     return number
 
 
@@ -118,7 +119,7 @@ def _eos_ids(path):
     found = config.read_json(path).get("eos_token_id") if config.is_there(path) else None
     ids = found if type(found) is list else [] if found is None else [found]
     if not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
-        raise ColibriError(f"{path}: eos_token_id={str(found)[:80]}, expected token numbers; correct it")
+        raise ColibriError(path, f"eos_token_id={str(found)[:80]}", "token numbers", "correct it")
     return [(f"eos_token_id={token}", token) for token in ids]
 
 
@@ -127,7 +128,8 @@ def _union(found):
     eos = []
     for path, name, token in found:
         if token not in eos and len(eos) == MAX_EOS:
-            raise ColibriError(f"{path}: {name[:80]} is one token more that ends a text than {MAX_EOS}, expected at "
-                               f"most {MAX_EOS} in config.json, {NAMES[0]} and {NAMES[2]} together; leave one out")
+            raise ColibriError(path, f"{name[:80]} is one token more that ends a text than {MAX_EOS}",
+                               f"at most {MAX_EOS} in config.json, {NAMES[0]} and {NAMES[2]} together",
+                               "leave one out")
         eos += [token] * (token not in eos)
     return eos

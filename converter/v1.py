@@ -35,17 +35,18 @@ def read(path, hidden, ffn, k, missing=()):
     data = map_file(path)
     sizes = [flag for flag, size in (("--hidden", hidden), ("--ffn", ffn)) if size is None or size < 1]
     if sizes:
-        raise ColibriError(f"{path}: a version 1 file does not tell its dimensions, nor how its experts are used, "
-                           f"expected flags; give {', '.join([*sizes, *missing])}")
+        raise ColibriError(path, "a version 1 file does not tell its dimensions, nor how its experts are used",
+                           "flags", f"give {', '.join([*sizes, *missing])}")
     if len(data) < HEADER.size:
-        raise ColibriError(f"{path}: truncated: {len(data)} bytes, expected a header of {HEADER.size}")
+        raise ColibriError(path, f"truncated: {len(data)} bytes", f"a header of {HEADER.size}")
     _, _, experts, stored_k = HEADER.unpack_from(data)
     expected = HEADER.size + 2 * experts * (2 * ffn * hidden + hidden)
     if len(data) != expected:
-        raise ColibriError(f"{path}: {len(data)} bytes, expected {expected} from num_experts={experts}, "
-                           f"hidden={hidden}, ffn={ffn}; correct --hidden and --ffn")
+        raise ColibriError(path, f"{len(data)} bytes",
+                           f"{expected} from num_experts={experts}, hidden={hidden}, ffn={ffn}",
+                           "correct --hidden and --ffn")
     if k not in (None, stored_k):
-        raise ColibriError(f"{path}: k={stored_k}, but --k says {k}; drop the flag")
+        raise ColibriError(path, f"k={stored_k}, but --k says {k}", fix="drop the flag")
     storage = Storage(str(path), data, 0, len(data))
 
     def tensor(name, shape, strides, first):
@@ -62,12 +63,12 @@ def read(path, hidden, ffn, k, missing=()):
 def convert(family, fields, bound, options):
     """Writes one layer of a checkpoint as version 1."""
     if fields["gated"]:
-        raise ColibriError(f"--format v1: {family.name} has gated experts, expected 2-matrix ones; write v2")
+        raise ColibriError("--format v1", f"{family.name} has gated experts", "2-matrix ones", "write v2")
     if options.layer is None or not 0 <= options.layer < fields["num_layers"]:
         given = "missing" if options.layer is None else options.layer
-        raise ColibriError(f"--layer: {given}, expected 0 to {fields['num_layers'] - 1} with --format v1")
+        raise ColibriError("--layer", given, f"0 to {fields['num_layers'] - 1} with --format v1")
     if options.dtype not in ("keep", "f16"):
-        raise ColibriError(f"--dtype: {options.dtype}, expected f16 with --format v1, which has no other")
+        raise ColibriError("--dtype", options.dtype, "f16 with --format v1, which has no other")
     experts, hidden, ffn = fields["num_experts"], fields["hidden"], fields["ffn"]
     num_bytes = HEADER.size + 2 * experts * (2 * ffn * hidden + hidden)
     if options.dry_run:

@@ -39,8 +39,7 @@ class Values:
     def need(self, names, kind=int):
         value = self.get(names, kind)
         if value is None:
-            raise ColibriError(f"{self.where}: {names.split('|')[0]} is not there, expected {kind.__name__}; "
-                               "complete the config")
+            raise ColibriError(self.where, f"{names.split('|')[0]} is not there", kind.__name__, "complete the config")
         return value
 
     def flag(self, names, default=False):
@@ -53,8 +52,8 @@ class Values:
             raise self.bad(key, value, rule)
 
     def bad(self, key, value, expected):
-        return ColibriError(f"{self.where}: {key}={json.dumps(value)[:80]}, expected {expected}; correct the config, "
-                            "or it asks for what Colibri does not compute")
+        return ColibriError(self.where, f"{key}={json.dumps(value)[:80]}", expected,
+                            "correct the config, or it asks for what Colibri does not compute")
 
     def _at(self, path):
         value, keys = self.values, path.split(".")

@@ -63,8 +63,8 @@ def block_transposed(t, h, e):
 def grouped_columns(t, h, e):  # [hidden, E * n] that stands for [E, hidden, n]
     experts, columns = h["num_experts"], t.shape[1] // h["num_experts"]
     if isinstance(t, Decoded) or t.strides != (t.shape[1], 1):
-        raise ColibriError(f"{t.storage.where}: {t.name}: {t.dtype} with strides, expected one block of plain floats, "
-                           "which is viewed as one matrix an expert; save it contiguous")
+        raise ColibriError(t.storage.where, f"{t.name}: {t.dtype} with strides",
+                           "one block of plain floats, which is viewed as one matrix an expert", "save it contiguous")
     shape, strides = (experts, t.shape[0], columns), (t.shape[0] * columns, columns, 1)
     return [transposed(index(Tensor(t.name, t.dtype, shape, strides, t.storage, t.offset), e))]
 
@@ -128,8 +128,8 @@ def index(t, i):
 
 def transposed(t):
     if isinstance(t, Decoded):
-        raise ColibriError(f"{t.storage.where}: {t.name}: quantized, expected floats: this family stores its "
-                           "transpose, whose scales lie elsewhere")
+        raise ColibriError(t.storage.where, f"{t.name}: quantized",
+                           "floats: this family stores its transpose, whose scales lie elsewhere")
     return Tensor(t.name, t.dtype, t.shape[::-1], t.strides[::-1], t.storage, t.offset)
 
 

@@ -35,7 +35,7 @@ def read_directory(data, path):
     for _ in range(num_entries):
         record, local_offset, next_offset = _entry(data, path, offset, end)
         if record.name in records:
-            raise ColibriError(f"{path}: duplicate record {shown(record.name)}, expected one of each name; {AGAIN}")
+            raise ColibriError(path, f"duplicate record {shown(record.name)}", "one of each name", AGAIN)
         data_offset = _local_header(data, path, record, local_offset)
         records[record.name] = record = record._replace(offset=data_offset)
         taken.append((local_offset, data_offset + record.stored_bytes, record.name))
@@ -43,9 +43,9 @@ def read_directory(data, path):
     taken.sort()
     for (_, stop, name), (start, _, following) in itertools.pairwise(taken):
         if stop > start:
-            raise ColibriError(f"{path}: corrupt zip: records {shown(name)} and {shown(following)} overlap; {AGAIN}")
+            raise ColibriError(path, f"corrupt zip: records {shown(name)} and {shown(following)} overlap", fix=AGAIN)
     if taken and taken[-1][1] > end:
-        raise ColibriError(f"{path}: corrupt zip: record {shown(taken[-1][2])} runs past the directory; {AGAIN}")
+        raise ColibriError(path, f"corrupt zip: record {shown(taken[-1][2])} runs past the directory", fix=AGAIN)
     return records
 
 
@@ -53,46 +53,47 @@ def _end_record(data, path):
     """Returns (number of entries, offset of the directory, where it must end)."""
     position = data.rfind(b"PK\5\6", max(0, len(data) - END.size - 65535))
     if position < 0 or position + END.size > len(data):
-        raise ColibriError(f"{path}: truncated: no zip end record in {len(data)} bytes; {AGAIN}")
+        raise ColibriError(path, f"truncated: no zip end record in {len(data)} bytes", fix=AGAIN)
     _, disk, directory_disk, _, num_entries, directory_bytes, offset, comment = END.unpack_from(data, position)
     if position + END.size + comment != len(data):
-        raise ColibriError(f"{path}: truncated, or followed by foreign bytes: the zip end record is not at the end; "
-                           f"{AGAIN}")
+        raise ColibriError(path, "truncated, or followed by foreign bytes: the zip end record is not at the end",
+                           fix=AGAIN)
     end = position
     locator = position - END64_LOCATOR.size
     if locator >= 0 and data[locator:locator + 4] == b"PK\6\7":
         _, disk, end, _ = END64_LOCATOR.unpack_from(data, locator)
         if end + END64.size > locator or data[end:end + 4] != b"PK\6\6":
-            raise ColibriError(f"{path}: corrupt zip: its 64-bit end record is missing; {AGAIN}")
+            raise ColibriError(path, "corrupt zip: its 64-bit end record is missing", fix=AGAIN)
         _, _, _, _, disk, directory_disk, _, num_entries, directory_bytes, offset = END64.unpack_from(data, end)
     if disk or directory_disk or num_entries * ENTRY.size > directory_bytes or offset + directory_bytes != end:
-        raise ColibriError(f"{path}: corrupt zip: its directory of {num_entries} records and {directory_bytes} bytes "
-                           f"at {offset} does not end at {end}; the file's start or middle is missing, {AGAIN}")
+        raise ColibriError(path,
+                           f"corrupt zip: its directory of {num_entries} records and {directory_bytes} bytes at "
+                           f"{offset} does not end at {end}",
+                           fix=f"the file's start or middle is missing, {AGAIN}")
     return num_entries, offset, end
 
 
 def _entry(data, path, offset, end):
     """Returns (Record without its offset, offset of the local header, offset of the next entry)."""
     if offset + ENTRY.size > end or data[offset:offset + 4] != b"PK\1\2":
-        raise ColibriError(f"{path}: corrupt zip directory at byte {offset}; {AGAIN}")
+        raise ColibriError(path, f"corrupt zip directory at byte {offset}", fix=AGAIN)
     (_, _, _, flags, method, _, _, crc32, stored_bytes, size, name_bytes, extra_bytes, comment_bytes, disk, _, _,
      local_offset) = ENTRY.unpack_from(data, offset)
     next_offset = offset + ENTRY.size + name_bytes + extra_bytes + comment_bytes
     if next_offset > end:
-        raise ColibriError(f"{path}: corrupt zip directory at byte {offset}; {AGAIN}")
+        raise ColibriError(path, f"corrupt zip directory at byte {offset}", fix=AGAIN)
     name_offset = offset + ENTRY.size
     name = data[name_offset:name_offset + name_bytes].decode("utf-8", "surrogateescape")
     extra = data[name_offset + name_bytes:name_offset + name_bytes + extra_bytes]
     size, stored_bytes, local_offset, disk = _zip64(extra, size, stored_bytes, local_offset, disk)
     if flags & 0x2041:
-        raise ColibriError(f"{path}: record {shown(name)} is encrypted, expected a plain one; decrypt the archive "
-                           "first")
+        raise ColibriError(path, f"record {shown(name)} is encrypted", "a plain one", "decrypt the archive first")
     if method not in (STORED, DEFLATED):
-        raise ColibriError(f"{path}: record {shown(name)}: compression method {method}, expected 0 (stored) or 8 "
-                           "(deflated); save the checkpoint again with torch.save")
+        raise ColibriError(path, f"record {shown(name)}: compression method {method}", "0 (stored) or 8 (deflated)",
+                           "save the checkpoint again with torch.save")
     if disk or (method == STORED and stored_bytes != size):
-        raise ColibriError(f"{path}: corrupt zip: record {shown(name)} has {stored_bytes} stored bytes for {size}; "
-                           f"{AGAIN}")
+        raise ColibriError(path, f"corrupt zip: record {shown(name)} has {stored_bytes} stored bytes for {size}",
+                           fix=AGAIN)
     return Record(name, None, stored_bytes, size, method, crc32), local_offset, next_offset
 
 
@@ -116,12 +117,13 @@ def _zip64(extra, size, stored_bytes, local_offset, disk):
 def _local_header(data, path, record, offset):
     """Returns where the record's bytes begin: behind a local header that agrees with the directory."""
     if offset + LOCAL.size > len(data) or data[offset:offset + 4] != b"PK\3\4":
-        raise ColibriError(f"{path}: corrupt zip: record {shown(record.name)} is not at byte {offset}; {AGAIN}")
+        raise ColibriError(path, f"corrupt zip: record {shown(record.name)} is not at byte {offset}", fix=AGAIN)
     _, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(data, offset)
     name = data[offset + LOCAL.size:offset + LOCAL.size + name_bytes].decode("utf-8", "surrogateescape")
     if name != record.name or method != record.method or flags & 0x2041:
-        raise ColibriError(f"{path}: corrupt zip: record {shown(record.name)} differs between directory and local "
-                           f"header; {AGAIN}")
+        raise ColibriError(path,
+                           f"corrupt zip: record {shown(record.name)} differs between directory and local header",
+                           fix=AGAIN)
     return offset + LOCAL.size + name_bytes + extra_bytes
 
 
@@ -150,8 +152,9 @@ class DeflatedStorage(Storage):
                 file.flush()
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise ColibriError(f"{tempfile.tempdir or 'TMPDIR'}: {error.strerror}, expected room for {self.bytes} "
-                               f"bytes inflated from {self.where}; set TMPDIR to a directory with space") from None
+            raise ColibriError(tempfile.tempdir or "TMPDIR", error.strerror,
+                               f"room for {self.bytes} bytes inflated from {self.where}",
+                               "set TMPDIR to a directory with space") from None
 
 
 def inflate(data, record, where):
@@ -167,14 +170,14 @@ def inflate(data, record, where):
                 inflated = engine.decompress(piece, limit)
                 left -= len(inflated)
                 if left < 0:
-                    raise ColibriError(f"{where}: inflates to more than {record.bytes} bytes, expected that many; "
+                    raise ColibriError(where, f"inflates to more than {record.bytes} bytes", "that many",
                                        "download or save the checkpoint again")
                 yield inflated
                 piece = engine.unconsumed_tail
     except zlib.error:
-        raise ColibriError(f"{where}: corrupt deflated data; download or save the checkpoint again") from None
+        raise ColibriError(where, "corrupt deflated data", fix="download or save the checkpoint again") from None
     if left or not engine.eof:
-        raise ColibriError(f"{where}: inflates to {record.bytes - left} bytes, expected {record.bytes}; "
+        raise ColibriError(where, f"inflates to {record.bytes - left} bytes", record.bytes,
                            "download or save the checkpoint again")
 
 
