@@ -26,7 +26,7 @@ Tokenizer = namedtuple("Tokenizer", "where data ids begins")
 def read(config_path, vocab_size):
     """Returns the Text that stands beside a config.json."""
     if config_path is None or Path(config_path).name != "config.json":
-        return _text([], None, b"", dict.fromkeys(chat_files.SETTINGS, {}), [])
+        return _text([], None, b"", {name: {} for name in chat_files.SETTINGS}, [])
     folder, warnings = Path(config_path).parent, []
     tokenizer = _tokenizer(folder / NAMES[1])
     beyond = sorted((number, text) for text, number in tokenizer.ids.items() if number >= vocab_size)
