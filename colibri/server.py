@@ -101,9 +101,9 @@ class Server:
         self.loop.call_later(CHECK_SECONDS, self._check)
         gc.collect()
         gc.freeze()  # the model's objects: no collection looks at them again
-        self._say_settings()
         shown = ", ".join(place if name == "serve" else f"{name} {place}" for name, place in places.items())
         self.log.event("serving", f"serving {self.name} on {shown}", model=self.name, **places)
+        self._say_settings()
 
     def _say_settings(self):
         """Logs what a request need not say: how a chat becomes a prompt, how tokens are drawn."""
