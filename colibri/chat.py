@@ -45,9 +45,6 @@ class Conversation:
         except RecursionError:
             raise ColibriError("messages", "nested too deeply", "plain fields") from None
 
-    def __len__(self):
-        return len(self._fields)
-
     def text(self, most=MOST, where="messages"):
         """Returns the prompt. Raises NotRendered. most: characters that it may have. where: its name in errors"""
         return self._chat.render(f'{self._fields}, "most": {most}}}\n'.encode(), most, where)
@@ -63,16 +60,22 @@ class Chat:
                                "run pip install 'jinja2>=3.1.6' (the extra `text`)")
         self._path = path
         self._first = json.dumps([CPU_SECONDS, settings.chat_templates, settings.special_tokens]).encode() + b"\n"
-        self._idle = collections.deque([self._process()])
+        self._idle, self._busy = collections.deque([self._process()]), set()
 
     def render(self, line, most, where):
         """Returns the prompt of a Conversation's line; see Conversation.text."""
-        process = self._idle.pop() if self._idle else self._process()
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            process = self._process()
+        self._busy.add(process)
         try:
             answer = _ask(process, line)
         except BaseException:  # of Ctrl-C: the answer is still to come
             _stop(process)
             raise
+        finally:
+            self._busy.discard(process)
         if answer is None:
             raise NotRendered("bad_request", where, f"chat template: {_end(_stop(process))}", "a prompt before that",
                               "send less")
@@ -106,7 +109,9 @@ class Chat:
         return process
 
     def close(self):
-        """Ends the processes."""
+        """Ends the processes, also those at work, of which other threads then hear."""
+        for process in list(self._busy):
+            process.kill()
         while self._idle:
             _stop(self._idle.pop())
 

@@ -5,7 +5,7 @@ import json
 import re
 import time
 
-from colibri import conversation
+from colibri import chat, conversation
 from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
 
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
@@ -16,7 +16,8 @@ INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
            "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
            "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},)}
-BODY = {"model", "user", "stream_options", *INPUT.values(), *NEUTRAL, *conversation.FIELDS, *itertools.chain(*RENAMED.values())}
+BODY = {"model", "user", "stream_options", *INPUT.values(), *NEUTRAL, *conversation.FIELDS,
+        *itertools.chain(*RENAMED.values())}
 PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.(?:role|content|tool_calls|include_usage))*")  # what an error names a field by
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -63,8 +64,8 @@ class Answer:
         if body.get(source) is None:
             raise Refused(source, "missing", "a list of messages" if self._is_chat else "a string")
         if self._is_chat:
-            chat = self._server.chat
-            values["prompt"] = conversation.conversation(chat, body) if chat else transcript(body["messages"])
+            made = self._server.chat
+            values["prompt"] = conversation.conversation(made, body) if made else transcript(body["messages"])
         else:
             name, value = _prompt(body["prompt"])
             values[name] = value
@@ -168,7 +169,7 @@ def transcript(messages):
     if not isinstance(messages, list) or not messages:
         got = "no message" if messages == [] else shown(messages)
         raise Refused("messages", got, "a list of at least one message", logged=HIDDEN)
-    lines = []
+    plain = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
@@ -179,8 +180,8 @@ def transcript(messages):
                 raise Refused(f"{where}.{name}", "missing", expected)
         if message["role"] not in ROLES:
             raise wrong(f"{where}.role", message["role"], f"one of {', '.join(ROLES)}")
-        lines.append(f"{message['role']}: {_content(message['content'], f'{where}.content')}\n")
-    return "".join(lines) + "assistant:"
+        plain.append({"role": message["role"], "content": _content(message["content"], f"{where}.content")})
+    return chat.transcript(plain)
 
 
 def _content(content, where):

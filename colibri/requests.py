@@ -75,7 +75,7 @@ class Request:
     used: object = None               # the Codec of its text; None: token numbers in and out
     rows: Rows = None                 # of a bare stack, in place of a prompt
     encode: object = None             # returns (prompt, max_new_tokens), on any thread; None: they are set
-    size: int = 0                     # of what it encodes: characters or numbers
+    size: float = 0                   # of what it encodes: characters or numbers; inf: a template's
     max_new_tokens: int = MAX_NEW_TOKENS
     sampler: Sampler = GREEDY
     stream: bool = False
@@ -208,7 +208,8 @@ class Reader:
                                    (list, "a list of integers", self._numbers))
         if not isinstance(prompt, kind):
             raise wrong(label[name], prompt, expected)
-        request.used, request.size = self.codec() if name == "prompt" else None, len(prompt)
+        request.used = self.codec() if name == "prompt" else None
+        request.size = math.inf if isinstance(prompt, Conversation) else len(prompt)
         request.encode = functools.partial(self._encode, request.id, convert, prompt, label[name],
                                            label["max_new_tokens"], count)
 

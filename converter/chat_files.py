@@ -115,6 +115,6 @@ def _sampling(path, warnings):
     if does:
         return {"temperature": 1.0, **given}
     if does is None and given.get("temperature"):
-        warnings.append(f"{path}: temperature={given['temperature']} without do_sample=true; the model's text is greedy "
-                        "unless a request says otherwise")
+        warnings.append(f"{path}: temperature={given['temperature']} without do_sample=true; the model's text is "
+                        "greedy unless a request says otherwise")
     return {}

@@ -79,6 +79,8 @@ def _lines(figures):
                              + (", but it runs no f32 weights" if figures["bin_dtype"] == "f32" else ""),
             "text": f"tokenizer.json {'found' if figures['tokenizer'] else 'not found'}, ends at "
                     f"{short(figures['end_tokens'])}",
+            "chat templates": short(figures["chat_templates"]),
+            "sampling": short([f"{name} {value}" for name, value in figures["sampling"].items()]),
             "missing": short(figures["missing"]), "extra": short(figures["extra"]),
             "left out": short(figures["left_out"])}
     return [f"{name + ':':<20}{value}" for name, value in rows.items()]

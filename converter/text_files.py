@@ -14,9 +14,9 @@ NAMES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", *c
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_EOS = config.HEADER["eos_ids"].shape[0]
 
-# eos: numbers of the tokens that end a text. fields: BinHeader's fields of EOS and BOS. sections: tokenizer.json's bytes
-# and those of the settings, b"" where there are none. settings: as chat_files.read has them. warnings: lines for the
-# user.
+# eos: numbers of the tokens that end a text. fields: BinHeader's fields of EOS and BOS. sections: tokenizer.json's
+# bytes and those of the settings, b"" where there are none. settings: as chat_files.read has them. warnings: lines for
+# the user.
 Text = namedtuple("Text", "eos fields sections settings warnings")
 # A tokenizer.json. where: its path. ids: {a token's text: its number}. begins: texts of tokens that its post-processor
 # puts before a prompt.

@@ -6,8 +6,11 @@ apply_chat_template of that version of transformers made of each by each: its cl
 
 import datetime
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import DATA, ROOT
@@ -70,8 +73,10 @@ def test_as_transformers_renders(name, chat_of):
 def test_what_was_recorded_is_of_all_kinds():
     """Each template renders most conversations, and each conversation is rendered by some: nothing here is empty."""
     texts = [text_of(name) for name in NAMES]
-    for construct in ("namespace(", "strftime_now", "raise_exception", "macro", "generation", "break", "continue", "tojson(indent",
-                      "[::-1]", ".split(", ".startswith(", "is defined", " ~ ", "endset", "| trim", "items()", "recursive", "call("):
+    for construct in ("namespace(", "strftime_now", "raise_exception", "macro", "generation", "break", "continue",
+                      "tojson(indent",
+                      "[::-1]", ".split(", ".startswith(", "is defined", " ~ ", "endset", "| trim", "items()",
+                      "recursive", "call("):
         assert any(construct in text for text in texts), construct
     rendered = RECORDED["rendered"]
     assert len(NAMES) == 20 and all(sum("text" in each for each in rendered[name].values()) >= 13 for name in NAMES)
@@ -85,36 +90,29 @@ def test_the_named_template(chat_of):
     assert asked(chat_of({"default": "D{{ tools | length }}", "rag": "R"}), USER, tools=[{}]) == "D1"
     with pytest.raises(NotRendered) as error:
         asked(chat_of({"tool_use": "T", "rag": "R"}), USER)
-    assert str(error.value) == ("model.bin: chat templates rag, tool_use, expected one called default; convert a folder that "
-                                "has it")
+    assert str(error.value) == ("model.bin: chat templates rag, tool_use, expected one called default; convert a "
+                                "folder that has it")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("{{ raise_exception('no\n\nway: \"' ~ messages[0].content ~ '\"') }}",
-     'messages: chat template: "no way: "hi"", expected messages that it takes'),
-    ("{{ messages[0].x.y }}", "messages: chat template: \"'dict object' has no attribute 'x'\", expected messages that it takes"),
-    ("{{ messages[0].content + 1 }}",
-     'messages: chat template: "TypeError: can only concatenate str (not "int") to str", expected messages that it takes'),
-    ("a\n{% for", ("model.bin: chat template default: \"line 2: unexpected 'end of template'\", expected Jinja; correct it, and "
-                  "convert again")),
-    ("{{ x | nofilter }}",
-     "model.bin: chat template default: \"line 1: No filter named 'nofilter'.\", expected Jinja; correct it, and convert again"),
-    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-     ('messages: chat template: "RecursionError: maximum recursion depth exceeded", expected messages that it takes')),
+@pytest.mark.parametrize("text, words", [
+    ("{{ raise_exception('no\n\nway: \"' ~ messages[0].content ~ '\"') }}", 'no way: "hi"'),
+    ("{{ messages[0].x.y }}", "'dict object' has no attribute 'x'"),
+    ("{{ messages[0].content + 1 }}", 'TypeError: can only concatenate str (not "int") to str'),
+    ("a\n{% for", "line 2: unexpected 'end of template'"),
+    ("{{ x | nofilter }}", "line 1: No filter named 'nofilter'."),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError: maximum recursion depth exceeded"),
     ("{% for i in range(100001) %}{% endfor %}",
-     ('messages: chat template: "OverflowError: Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).", '
-      "expected messages that it takes")),
-    ("{{ 'x' * 10 ** 12 }}", 'messages: chat template: "MemoryError", expected messages that it takes'),
-    ("{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-     'messages: chat template: "MemoryError", expected messages that it takes'),
-    ("{{ messages.append(1) }}",
-     "messages: chat template: \"access to attribute 'append' of 'list' object is unsafe.\", expected messages that it takes"),
-    ("{{ ''.__class__ }}{{ ''.__class__.__mro__ }}",
-     "messages: chat template: \"access to attribute '__class__' of 'str' object is unsafe.\", expected messages that it takes"),
-    ("{{ namespace(_x=1) }}", ("messages: chat template: \"a namespace's '_x', expected no underscore before a name\", expected "
-                               "messages that it takes"))])
-def test_templates_that_raise(chat_of, text, message):
+     "OverflowError: Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."),
+    ("{{ 'x' * 10 ** 12 }}", "MemoryError"),
+    ("{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "MemoryError"),
+    ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe."),
+    ("{{ ''.__class__ }}{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+    ("{{ namespace(_x=1) }}", "a namespace's '_x', expected no underscore before a name")])
+def test_templates_that_raise(chat_of, text, words):
     """In one line, and the next conversation is rendered."""
+    message = f'messages: chat template: "{words}", expected messages that it takes'
+    if words.startswith("line "):
+        message = f'model.bin: chat template default: "{words}", expected Jinja; correct it, and convert again'
     made = chat_of({"default": text, "tool_use": "fine"})
     for _ in range(2):
         with pytest.raises(NotRendered) as error:
@@ -130,7 +128,8 @@ def test_a_template_that_never_ends(chat_of, monkeypatch):
     made = chat_of({"default": loop, "tool_use": "fine"})
     with pytest.raises(NotRendered) as error:
         asked(made, USER)
-    assert str(error.value) == ("messages: chat template: more than 0.2 s of computing, expected a prompt before that; send less")
+    assert str(error.value) == (
+        "messages: chat template: more than 0.2 s of computing, expected a prompt before that; send less")
     assert asked(made, USER, tools=[]) == "fine"
     first, = made._idle
     first.kill()
@@ -170,10 +169,12 @@ LISTS = "{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}"
 
 
 @pytest.mark.parametrize("text, content, expected", [
-    (CONTENT, "a", "a"), (CONTENT, ["a", "b"], "ab"), (f"{{% if messages[0].content is string %}}{CONTENT}{{% else %}}{LISTS}{{% endif %}}",
+    (CONTENT, "a", "a"), (CONTENT, ["a", "b"], "ab"),
+    (f"{{% if messages[0].content is string %}}{CONTENT}{{% else %}}{LISTS}{{% endif %}}",
                                                       ["a", "b"], "[a][b]"),
     (LISTS, "a", "[a]"), (LISTS, ["a", "b"], "[a][b]"), ("{{ messages[0].content + '!' }}", ["a", "b"], "ab!"),
-    ("{{ messages[0].content | tojson }}", ["a"], '"a"'), ("-", ["a"], "-"), ("{{ raise_exception('x') if not tools }}-", ["a"], "-")])
+    ("{{ messages[0].content | tojson }}", ["a"], '"a"'), ("-", ["a"], "-"),
+    ("{{ raise_exception('x') if not tools }}-", ["a"], "-")])
 def test_content_in_the_form_that_a_template_takes(chat_of, text, content, expected):
     if isinstance(content, list):
         content = [{"type": "text", "text": part} for part in content]
@@ -194,8 +195,6 @@ def test_arguments_in_the_form_that_a_template_takes(chat_of, text, arguments, e
 
 
 def test_signals_of_the_terminal_do_not_end_the_process(chat_of):
-    import os
-    import signal
     made = chat_of("fine")
     assert asked(made, USER) == "fine"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -217,7 +216,6 @@ def test_the_process_ends_with_its_parent(tmp_path):
                     break
         except FileNotFoundError:
             break
-        import time
         time.sleep(0.01)
     else:
         pytest.fail("it runs")
@@ -228,8 +226,8 @@ def test_without_jinja2(monkeypatch):
     monkeypatch.setattr(chat.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ColibriError) as error:
         Chat(Settings({"default": ""}, {}, {}), "model.bin")
-    assert str(error.value) == ("jinja2: not installed, expected it for the chat template of this model; run pip install "
-                                "'jinja2>=3.1.6' (the extra `text`)")
+    assert str(error.value) == ("jinja2: not installed, expected it for the chat template of this model; run pip "
+                                "install 'jinja2>=3.1.6' (the extra `text`)")
 
 
 def test_each_template_is_compiled_once(monkeypatch):

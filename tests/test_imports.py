@@ -25,12 +25,13 @@ MAY_IMPORT = {
     "report": ("errors",), "text": ("errors",), "arrays": ("errors",), "listen": ("errors",), "log": (), "stdio": (),
     "intake": (), "metrics": ("report",), "requests": ("arrays", "chat", "report", "sampling", "text", "errors"),
     "scheduler": ("requests", "errors"), "connection": ("intake", "requests"),
-    "conversation": ("chat", "requests", "errors"), "openai": ("conversation", "requests"), "http": ("connection", "metrics", "openai", "requests", "errors"),
+    "conversation": ("chat", "requests", "errors"), "openai": ("chat", "conversation", "requests"), "http": ("connection", "metrics", "openai", "requests", "errors"),
     "server": ("arrays", "chat", "connection", "http", "intake", "listen", "log", "metrics", "requests", "scheduler", "stdio",
                "errors"),
     "serve": ("build", "sampling", "listen", "scheduler", "http", "server", "program", "errors"),
     "doctor": ("places", "build", "checkpoint", "weights", "gpu", "library", "errors", "native"),
-    "run": ("__version__", "headers", "checkpoint", "build", "weights", "library", "sampling", "capacity", "engine",
+    "dialogue": ("chat", "text", "program", "errors"),
+    "run": ("__version__", "headers", "checkpoint", "build", "dialogue", "weights", "library", "sampling", "capacity", "engine",
             "report", "doctor", "text", "arrays", "serve", "log", "program", "errors"),
 }
 
