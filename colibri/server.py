@@ -101,19 +101,19 @@ class Server:
         self.loop.call_later(CHECK_SECONDS, self._check)
         gc.collect()
         gc.freeze()  # the model's objects: no collection looks at them again
+        settings, said = self._settings()
         shown = ", ".join(place if name == "serve" else f"{name} {place}" for name, place in places.items())
-        self.log.event("serving", f"serving {self.name} on {shown}", model=self.name, **places)
-        self._say_settings()
+        self.log.event("serving", ", ".join([f"serving {self.name} on {shown}", *said]), model=self.name, **places,
+                       **settings)
 
-    def _say_settings(self):
-        """Logs what a request need not say: how a chat becomes a prompt, how tokens are drawn."""
+    def _settings(self):
+        """Returns what a request need not say and the model's file does, as values and in words: whether chats have a
+        template, and how tokens are drawn.
+        """
         sampling = self.engine.checkpoint.settings.sampling
-        if self.options.http is not None and not self.chat:
-            self.log.event("chat", f"{self.name}: no chat template; messages become lines, role: content",
-                           template=False)
-        if sampling:
-            values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-            self.log.event("sampling", f"{self.name}: {values} unless a request says otherwise", **sampling)
+        lacks = self.options.http is not None and not self.chat
+        return ({**({"chat_template": False} if lacks else {}), **sampling},
+                [*(["no chat template"] * lacks), *(f"{name} {value:g}" for name, value in sampling.items())])
 
     def _signal(self, number):
         """Asks for an end the first time, and makes one the second time."""
