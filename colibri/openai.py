@@ -5,6 +5,7 @@ import json
 import re
 import time
 
+from colibri import chat, conversation
 from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
 
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
@@ -15,8 +16,9 @@ INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
            "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
            "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},)}
-BODY = {"model", "user", "stream_options", *INPUT.values(), *NEUTRAL, *itertools.chain(*RENAMED.values())}
-PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.(?:role|content|include_usage))*")  # what an error names a field by
+BODY = {"model", "user", "stream_options", *INPUT.values(), *NEUTRAL, *conversation.FIELDS,
+        *itertools.chain(*RENAMED.values())}
+PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.(?:role|content|tool_calls|include_usage))*")  # what an error names a field by
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -42,13 +44,14 @@ class Answer:
     def _values(self, body):
         """Returns the fields of a request; null is a field left out."""
         values, renamed, source = {"id": self.id}, RENAMED[self._path], INPUT[self._path]
-        known = ("model", source, "stream_options", "user", *renamed, *NEUTRAL)
+        of_template = conversation.FIELDS if self._is_chat and self._server.chat else ()
+        known = ("model", source, "stream_options", "user", *renamed, *NEUTRAL, *of_template)
         for name, value in body.items():
             if name not in known:
                 raise Refused(shown(name), "unsupported field",
                               f"one of {', '.join(('model', source, 'stream_options', *renamed))}",
                               logged={"where": "..."}, field=name[:100])
-            if value is None or name in ("model", "user"):
+            if value is None or name in ("model", "user", *of_template):
                 continue
             if name in NEUTRAL:
                 _check_neutral(name, value)
@@ -61,7 +64,8 @@ class Answer:
         if body.get(source) is None:
             raise Refused(source, "missing", "a list of messages" if self._is_chat else "a string")
         if self._is_chat:
-            values["prompt"] = transcript(body["messages"])
+            made = self._server.chat
+            values["prompt"] = conversation.conversation(made, body) if made else transcript(body["messages"])
         else:
             name, value = _prompt(body["prompt"])
             values[name] = value
@@ -161,11 +165,11 @@ def _prompt(prompt):
 
 
 def transcript(messages):
-    """Returns the messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
+    """Returns the messages as a prompt for a model without a chat template: `role: content` a line."""
     if not isinstance(messages, list) or not messages:
         got = "no message" if messages == [] else shown(messages)
         raise Refused("messages", got, "a list of at least one message", logged=HIDDEN)
-    lines = []
+    plain = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
@@ -176,8 +180,8 @@ def transcript(messages):
                 raise Refused(f"{where}.{name}", "missing", expected)
         if message["role"] not in ROLES:
             raise wrong(f"{where}.role", message["role"], f"one of {', '.join(ROLES)}")
-        lines.append(f"{message['role']}: {_content(message['content'], f'{where}.content')}\n")
-    return "".join(lines) + "assistant:"
+        plain.append({"role": message["role"], "content": _content(message["content"], f"{where}.content")})
+    return chat.transcript(plain)
 
 
 def _content(content, where):

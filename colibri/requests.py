@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from colibri.arrays import Rows, check_replaceable
+from colibri.chat import Conversation, NotRendered
 from colibri.errors import ColibriError, sentence
 from colibri.report import counted, percentile
 from colibri.sampling import Sampler, check_sampler
@@ -74,7 +75,7 @@ class Request:
     used: object = None               # the Codec of its text; None: token numbers in and out
     rows: Rows = None                 # of a bare stack, in place of a prompt
     encode: object = None             # returns (prompt, max_new_tokens), on any thread; None: they are set
-    size: int = 0                     # of what it encodes: characters or numbers
+    size: float = 0                   # of what it encodes: characters or numbers; inf: a template's
     max_new_tokens: int = MAX_NEW_TOKENS
     sampler: Sampler = GREEDY
     stream: bool = False
@@ -185,8 +186,8 @@ class Reader:
         if "output" in values:
             raise Refused("output", "given", "only with input", "leave it out")
         count = _integer(values, "max_new_tokens", 1, None, label) if "max_new_tokens" in values else None
-        request.sampler = _sampler(values, label)
-        special = _boolean(values, "add_special_tokens", label, True)
+        request.sampler = _sampler(values, label, self._checkpoint.settings.sampling)
+        special = _boolean(values, "add_special_tokens", label, not isinstance(values.get("prompt"), Conversation))
         self._prompt(request, values[given[0]], given[0], label, count, special)
         return request
 
@@ -203,11 +204,12 @@ class Reader:
     def _prompt(self, request, prompt, name, label, count, special):
         """Leaves what is to be checked of a prompt, and its way into tokens, to request.encode()."""
         text = functools.partial(self._text, special=special)
-        kind, expected, convert = ((str, "a string", text) if name == "prompt" else
+        kind, expected, convert = (((str, Conversation), "a string", text) if name == "prompt" else
                                    (list, "a list of integers", self._numbers))
         if not isinstance(prompt, kind):
             raise wrong(label[name], prompt, expected)
-        request.used, request.size = self.codec() if name == "prompt" else None, len(prompt)
+        request.used = self.codec() if name == "prompt" else None
+        request.size = math.inf if isinstance(prompt, Conversation) else len(prompt)
         request.encode = functools.partial(self._encode, request.id, convert, prompt, label[name],
                                            label["max_new_tokens"], count)
 
@@ -223,9 +225,12 @@ class Reader:
             return tokens, self._count(len(tokens), count, count_name)
 
     def _text(self, text, name, special):
-        """Returns (tokens, what one is called)."""
+        """Returns (tokens, what one is called). text: a string, or a Conversation, whose template says all of them."""
         try:
+            text = text if isinstance(text, str) else text.text(self.max_text_bytes, name)
             data = text.encode()
+        except NotRendered as error:
+            raise Refused.of(error, code=error.code, logged=HIDDEN) from None
         except UnicodeEncodeError:
             raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
         used = self.codec()
@@ -425,10 +430,10 @@ def _integer(values, name, low, high, label):
     return value
 
 
-def _sampler(values, label):
-    """Returns a Sampler of JSON numbers; check_sampler knows their ranges."""
+def _sampler(values, label, model):
+    """Returns a Sampler of JSON numbers; check_sampler knows their ranges. model: its authors' values, for others."""
     fields = {}
-    for name, default in GREEDY._asdict().items():
+    for name, default in {**GREEDY._asdict(), **model}.items():
         value = fields[name] = values.get(name, default)
         if type(value) not in (int, float):
             raise wrong(label[name], value, "a number")

@@ -183,7 +183,7 @@ def convert(options):
     for note in choice.notes:
         say(note, sys.stderr)
     fields.update(forms.header_fields(choice))
-    header, directory = bin_writer.plan(fields, plan.text.tokenizer)
+    header, directory = bin_writer.plan(fields, *plan.text.sections)
     label = forms.label(choice)
     if options.dry_run:
         return say(_report(plan, header, directory, label, bound.ignored))
@@ -194,7 +194,7 @@ def convert(options):
         return _contents(name, bound.sources[name], header, kinds[name])
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
-        bin_writer.write(file, header, directory, contents, bar.update, plan.text.tokenizer)
+        bin_writer.write(file, header, directory, contents, bar.update, plan.text.sections)
         sources.check_storages(bound.sources)
     left_out = plan.input.left_out + bound.ignored
     say(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "

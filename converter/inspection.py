@@ -50,7 +50,8 @@ def describe(plan, wanted):
             "tensors": len(tensors), "dtypes": dict(dtypes),
             "checkpoint_bytes": sum(prod(tensor.shape) * tensor.numpy_dtype.itemsize for tensor in tensors.values()),
             "bin_dtype": forms.label(choice) or plan.compute, **_sizes(plan, choice), "formats": formats,
-            "end_tokens": plan.text.eos, "tokenizer": bool(plan.text.tokenizer),
+            "end_tokens": plan.text.eos, "tokenizer": bool(plan.text.sections[0]),
+            "chat_templates": list(plan.text.settings["chat_templates"]), "sampling": plan.text.settings["sampling"],
             "missing": [f"a choice of {flag}" for flag in plan.unknown] + plan.absent + bound.missing,
             "notes": choice.notes,
             "extra": bound.extra, "left_out": plan.input.left_out + bound.ignored}
@@ -59,7 +60,7 @@ def describe(plan, wanted):
 def _sizes(plan, choice):
     """Returns the figures of a file in the forms of a Choice: its bytes, what it needs, and where it fits."""
     fields = {**plan.fields, **forms.header_fields(choice)}
-    header, _ = bin_writer.plan(fields, plan.text.tokenizer)
+    header, _ = bin_writer.plan(fields, *plan.text.sections)
     masked = {**fields, **{name: headers.mask(fields[name]) for name in ("dense_layers", "window_layers")}}
     needed, memory, gpu = int(header["file_bytes"]) + _state_bytes(masked), _memory_bytes(), _gpu_bytes()
     on_gpu = all(few_bits.DTYPES[form.dtype] in GPU_DTYPES for form in choice.forms.values() if form)
@@ -94,6 +95,8 @@ def _lines(figures):
                              + ("" if figures["runs_on_gpu"] else ", but it runs f16 and bf16 alone"),
             "text": f"tokenizer.json {'found' if figures['tokenizer'] else 'not found'}, ends at "
                     f"{short(figures['end_tokens'])}",
+            "chat templates": short(figures["chat_templates"]),
+            "sampling": short([f"{name} {value}" for name, value in figures["sampling"].items()]),
             "missing": short(figures["missing"]), "extra": short(figures["extra"]),
             "left out": short(figures["left_out"])}
     return [f"{name + ':':<20}{value}" for name, value in rows.items()]
