@@ -357,7 +357,7 @@ def _check(tensor, part, scope, where):
         raise ColibriError(where, f"{tensor.name}: shape={tensor.shape}",
                            f"{expected} from {', '.join(f'{name}={scope[name]}' for name in fields)}",
                            "the checkpoint and its config disagree")
-    if tensor.dtype not in interleave.NAMES:
+    if isinstance(tensor, Tensor) and tensor.dtype not in FLOATS:
         raise ColibriError(where, f"{tensor.name}: dtype={tensor.dtype}", f"one of {', '.join(FLOATS)}",
                            "convert the checkpoint to one of them first")
 
