@@ -18,7 +18,7 @@ import numpy as np
 from colibri.places import NATIVE
 
 SCALARS = {"char": "S1", "int32_t": "<i4", "int64_t": "<i8", "uint16_t": "<u2", "uint32_t": "<u4", "uint64_t": "<u8",
-           "float": "<f4"}
+           "float": "<f4", "double": "<f8"}
 POINTER = "<u8"
 ARGUMENTS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
              "char *": ctypes.c_char_p, "void *": ctypes.c_void_p}
