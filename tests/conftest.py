@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("made_up_gpu", "refusals")  # their fixtures
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 PYTHON = f"PYTHON={shlex.quote(sys.executable)}"  # for make
@@ -88,6 +89,16 @@ def engine(moe_32):
     from colibri.engine import Engine
     with Engine(moe_32, backend="host") as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def service(moe_32, tmp_path_factory):
+    """One server for what leaves it as it was."""
+    from service import Service
+    with Service(moe_32, tmp_path_factory.mktemp("service"), "--batch-size", 8, "--queue-size", 4) as service:
+        yield service
+        assert service.metric("kv_slots_free") == 8 and service.metric("queue_depth") == 0
+        assert service.stop() == 0 and "fault" not in service.log
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,33 @@ import subprocess
 import sys
 import time
 
-from conftest import ROOT
+from conftest import ROOT, program
 
 START_SECONDS = 30
 TIMEOUT = 30
+LONG = {"prompt": "It was the custom of ", "max_new_tokens": 490}
+SLOW = ("import sys, time\nfrom colibri import run\nfrom colibri.engine import Engine\n"
+        "def slow(step):\n    return lambda *arguments: time.sleep(0.05) or step(*arguments)\n"
+        "Engine.advance, Engine.stack = slow(Engine.advance), slow(Engine.stack)\nsys.exit(run.command())")
+
+
+def greedy(engine, prompt, count, **sampling):
+    with engine.session() as session:
+        return bytes(session.generate(prompt.encode(), count, **sampling)).decode(errors="replace")
+
+
+def run_lines(model, lines, *options):
+    """The lines that a server on stdin answers, and its log."""
+    ended = program("colibri.run", "--backend", "host", "--model", model, "--serve", "-", *options, input=lines)
+    assert ended.returncode == 0, ended.stderr.decode()
+    return [json.loads(line) for line in ended.stdout.splitlines()], ended.stderr.decode()
+
+
+def fails(model, *options, **rest):
+    """The one line with which a server does not start."""
+    ended = program("colibri.run", "--backend", "host", "--model", model, *options, **rest)
+    assert ended.returncode == 2 and ended.stdout == b""
+    return ended.stderr.decode()
 
 
 def wakes(pid, thread):
@@ -87,6 +110,12 @@ class Service:
         while text not in self.log:
             assert time.monotonic() < end, self.log
             time.sleep(0.01)
+
+
+def slow_service(model, folder, *options):
+    """A server whose steps take 50 ms more."""
+    return Service(model, folder, command=[sys.executable, "-c", SLOW, "--backend", "host", "--model", str(model),
+                                           "--serve", f"unix:{folder}/socket", *map(str, options)])
 
 
 class Client:

@@ -1,64 +1,22 @@
 """What the GPU's side says and does on machines that lack something, with a made-up driver; no GPU is needed."""
 
-import ctypes
-import enum
 import os
-import re
 import shutil
 import subprocess
 import sys
 import threading
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import DATA, ROOT, program
-from synthetic import STACK, write_model
+from conftest import DATA, ROOT
+from made_up_gpu import LIBRARY, Driver, HostGpu, Status, library, memory_of, no_memory
+from synthetic import write_model
 
-from colibri import build, device, doctor, engine, gpu, headers, launch, native
+from colibri import device, engine, gpu, headers, launch, native
 from colibri import library as libraries
 from colibri.checkpoint import Checkpoint
 from colibri.errors import ColibriError
-
-
-class Status(enum.IntEnum):
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_OUT_OF_MEMORY = 2
-    CUDA_ERROR_NO_DEVICE = 100
-    CUDA_ERROR_ILLEGAL_ADDRESS = 700
-    CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803
-
-
-class Driver(types.SimpleNamespace):
-    """A driver whose calls succeed with the given values; `capability` and `version` describe its GPU."""
-
-    def __init__(self, capability=(9, 0), version=13000, **calls):
-        attributes = types.SimpleNamespace(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0,
-                                           CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1)
-        ok = Status.CUDA_SUCCESS
-        modes = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
-        super().__init__(**{
-            "CUresult": Status, "CUstreamCaptureMode": modes, "CUdevice_attribute": attributes,
-            "cuInit": lambda _: (ok,), "cuDeviceGet": lambda _: (ok, 0), "cuDeviceTotalMem": lambda _: (ok, 8 << 30),
-            "cuDeviceGetName": lambda *_: (ok, b"Made-up GPU\0"), "cuDriverGetVersion": lambda: (ok, version),
-            "cuDeviceGetAttribute": lambda which, _: (ok, capability[which]), **calls})
-
-
-@pytest.fixture
-def use(monkeypatch):
-    """A function that puts a driver in place; what was found out about the last one is forgotten."""
-    def put(driver):
-        gpu.properties.cache_clear()
-        for module in (gpu, launch):
-            monkeypatch.setattr(module, "driver", lambda: driver)
-    yield put
-    gpu.properties.cache_clear()
-
-
-def library(cuda_arch):
-    return types.SimpleNamespace(file="lib.so", baked={"cuda_arch": cuda_arch, "cuda_version": 13000}, path=print,
-                                 headers=types.SimpleNamespace(constants={"COLIBRI_CUDA": 1}))
 
 
 @pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"),
@@ -117,19 +75,6 @@ def test_library_that_cannot_run(use, driver, built, line):
 def test_library_that_can_run(use):
     use(Driver((8, 9)))
     gpu.check_library(library(86))
-
-
-LIBRARY = types.SimpleNamespace(headers=headers.default(), forward_part=print, forward=print, forward_stack=print,
-                                baked={"k": 2, "num_experts": 4, "vocab_size": 9})
-
-
-def memory_of(driver, use):
-    """A DeviceMemory without its context."""
-    use(driver)
-    opening = types.SimpleNamespace(chunks=None, elapsed=lambda: 0.0)
-    memory = device.DeviceMemory(LIBRARY, opening)
-    memory.gpu.open, memory.gpu.enter, memory.gpu.stream, memory.launcher.num_steps = lambda: None, lambda: None, None, 12
-    return memory
 
 
 def test_too_little_memory_is_one_line_before_anything_is_allocated(use):
@@ -257,55 +202,6 @@ def test_f32_weights_run_on_the_host_under_auto(use, monkeypatch, tmp_path):
         assert np.isfinite(session.prefill(b"hello")).all()
 
 
-class HostGpu:
-    """A driver whose device memory is the host's; what is taken is in `held`, and calls need the thread's context."""
-
-    def __init__(self, **calls):
-        """calls: those that are otherwise."""
-        ok, self.held, self._thread = Status.CUDA_SUCCESS, {}, threading.local()
-        flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
-
-        def enter(context):
-            self._thread.context = context
-            return (ok,)
-
-        def within(function):
-            def call(*arguments):
-                assert self._thread.context == 1
-                return function(*arguments)
-            return call
-        self.within = within
-
-        def allocate(size, _=0):
-            block = np.zeros(size, np.uint8)
-            self.held[block.ctypes.data] = block
-            return ok, block.ctypes.data
-
-        def copy(to, start, size, _=None):
-            ctypes.memmove(to, start, size)
-            return (ok,)
-        free = within(lambda address: (ok if self.held.pop(address) is not None else None,))
-        self.driver = Driver(
-            CUstream_flags=flags, CU_MEMHOSTREGISTER_DEVICEMAP=2,
-            CU_MEMHOSTALLOC_DEVICEMAP=2, cuCtxSetCurrent=enter, cuMemGetInfo=lambda: (ok, 1 << 40, 1 << 40),
-            cuDevicePrimaryCtxRetain=lambda _: self.held.update(context=1) or (ok, 1),
-            cuDevicePrimaryCtxRelease=lambda _: (ok, self.held.pop("context"))[:1],
-            cuMemHostRegister=within(lambda address, *_: self.held.update({f"locked {address}": 1}) or (ok,)),
-            cuMemHostUnregister=within(lambda address: (ok, self.held.pop(f"locked {address}"))[:1]),
-            cuStreamCreate=within(lambda _: self.held.update(stream=1) or (ok, 5)),
-            cuStreamDestroy=within(lambda _: (ok, self.held.pop("stream"))[:1]),
-            cuStreamSynchronize=within(lambda _: (ok,)), cuMemAlloc=within(allocate), cuMemFree=free,
-            cuMemHostAlloc=within(allocate), cuMemFreeHost=free,
-            cuMemsetD8Async=within(lambda address, value, size, _: (
-                ctypes.memset(address, value, size) and ok,)),
-            cuMemcpyHtoDAsync=within(copy), cuMemcpyDtoH=within(copy))
-        vars(self.driver).update(calls)
-
-
-def no_memory(*_):
-    return Status.CUDA_ERROR_OUT_OF_MEMORY, None
-
-
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 @pytest.mark.parametrize("refused", [{}, {"cuMemHostRegister": no_memory}], ids=["locks", "does not lock"])
 def test_too_little_memory_runs_on_the_host_under_auto(use, monkeypatch, moe_32, refused):
@@ -358,28 +254,6 @@ def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
     with pytest.raises(ColibriError) as error:
         engine.Engine(moe_32, backend="cuda")
     assert str(error.value) == line
-
-
-@pytest.fixture
-def made_up(use, monkeypatch):
-    """A HostGpu with the host's library in the place of its own, for --dispatch dynamic."""
-    made, opened = HostGpu(), libraries.open_library
-    use(made.driver)
-
-    def library_of(checkpoint, arch, build_missing):
-        library = opened(checkpoint, "host", build_missing)
-        library.headers.constants["COLIBRI_CUDA"] = library.headers.constants["COLIBRI_HOST"]
-
-        def upload(target, source, size, chunks, chunk_bytes, num_threads, stream):
-            assert made.held[f"locked {chunks}"] and stream == 5 and chunk_bytes * num_threads > 0
-            ctypes.memmove(target, source, size)
-        library.upload = upload
-        return library
-    monkeypatch.setattr(libraries, "open_library", library_of)
-    monkeypatch.setattr(gpu, "check_library", lambda _: None)
-    monkeypatch.setattr(launch, "buckets", lambda count: list(range(count + 1)))
-    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
-    return made
 
 
 def test_engine_over_a_made_up_gpu(made_up, moe_32):
@@ -483,96 +357,6 @@ def test_dispatch_is_for_a_gpu(moe_32):
         engine.Engine(moe_32, backend="host", dispatch="combo")
     with pytest.raises(ColibriError, match="^dispatch: combos, expected one of device, combo, dynamic"):
         engine.Engine(moe_32, backend="host", dispatch="combos")
-
-
-def test_doctor_needs_nothing(tmp_path):
-    run = program("colibri.run", "--doctor", cwd=tmp_path)
-    lines = dict(line.split("  ", 1) for line in run.stdout.decode().splitlines())
-    assert run.returncode == 0 and run.stderr == b""
-    assert {"host", "host memory", "gcc and make", "GPU driver", "GPU", "GPU memory", "nvcc",
-            "to build"} <= lines.keys()
-    assert all(text.strip() for text in lines.values())
-
-
-@pytest.mark.parametrize("script, said", [
-    ("#!/bin/sh\nprintf '\\377\\376'", "status 0, without a version"), ("#!/bin/sh\nexit 3", "status 3, without a version"),
-    ("#!/nonexistent", "No such file or directory"), ("garbage", "Exec format error"),
-    ("#!/bin/sh\nexec sleep 1000", "silent for 0.2 s")])
-def test_doctor_with_an_nvcc_that_is_none(tmp_path, monkeypatch, script, said):
-    (tmp_path / "nvcc").write_text(script)
-    (tmp_path / "nvcc").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(doctor, "NVCC_SECONDS", 0.2 if "sleep" in script else 20)
-    with pytest.raises(ColibriError) as error:
-        doctor.nvcc()
-    assert str(error.value) == (f"{tmp_path / 'nvcc'} --version: {said}, expected CUDA's compiler; install the CUDA "
-                                "toolkit again, or take it off PATH")
-
-
-def test_doctor_asks_whether_the_driver_runs_a_library(use, monkeypatch, moe_32):
-    use(Driver(version=12080))
-    monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
-    monkeypatch.setattr(build, "place", lambda checkpoint, arch: (f"/{arch}.so", "", ["make"]))
-    monkeypatch.setattr(build, "compare", lambda *_: None)
-    monkeypatch.setattr(doctor.native, "Library", lambda path: library(90))
-    host, cuda = doctor.model(Checkpoint(moe_32), set()).split("; ", 1)
-    assert host == "ok: /host.so, by make"
-    assert cuda.startswith("optional: NVIDIA driver: CUDA 12.8, expected 13.0 or newer for lib.so; ")
-
-
-def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
-    build.library_path(Checkpoint(moe_32))
-    shutil.copy(moe_32, tmp_path / "ready.bin")
-    write_model(tmp_path / "a-model-with-a-long-name.bin", ffn=1000 + os.getpid() % 1000)
-    (tmp_path / "broken.bin").write_bytes(b"COLI" + bytes([1, 0, 0, 0]) * 100)
-    lines = program("colibri.run", "--doctor", cwd=tmp_path).stdout.decode().splitlines()
-    assert all(len(line) <= 80 or "/libcolibri.so" in line for line in lines) and lines[-1].startswith("to build")
-    text = re.sub(r"\n +", " ", "\n".join(lines))
-    ready, broken = r"^ready.bin +ok: .+/libcolibri.so, by make$", r"^broken.bin +version=1"
-    new = (r"^a-model-with-a-long-name.bin +.+/libcolibri.so: not built; colibri.run builds it when it is needed, as "
-           r"make MODEL=a-model-with-a-long-name.bin does$")
-    assert all(re.search(line, text, re.MULTILINE) for line in (ready, broken, new))
-    others = {*(ROOT / "build").glob("*/libcolibri.so")} - {Path(build.library_path(Checkpoint(moe_32)))}
-    line = rf"^libraries +{len(others)} more in build/, of other models, options or sources; make clean removes all there$"
-    assert bool(re.search(line, text, re.MULTILINE)) == bool(others)
-
-
-@pytest.mark.parametrize("named_first", [True, False])
-def test_doctor_of_one_model(tmp_path, moe_32, named_first):
-    """Wherever --model stands: the library that it needs, and no other model's."""
-    library = build.library_path(Checkpoint(moe_32))
-    shutil.copy(moe_32, tmp_path / "other.bin")
-    options = ("--model", moe_32, "--doctor") if named_first else ("--doctor", "--model", moe_32)
-    run = program("colibri.run", *options, cwd=tmp_path)
-    text = " ".join(run.stdout.decode().split())
-    assert run.returncode == 0 and f"{Path(moe_32).name} ok: {library}, by make to build" in text
-    assert "other.bin" not in text
-    run = program("colibri.run", *options, cwd=tmp_path, environment={"COLIBRI_LIBRARY": library})
-    assert f"ok: COLIBRI_LIBRARY={library} to build" in " ".join(run.stdout.decode().split())
-
-
-def test_doctor_ends_with_what_is_needed(tmp_path, moe_32):
-    """A model that cannot be read is, unless there is another; so is a library that suits the model."""
-    (tmp_path / "broken.bin").write_bytes(b"COLI" + bytes(1000))
-    run = program("colibri.run", "--doctor", cwd=tmp_path)
-    assert run.returncode == 2 and b"\nbroken.bin       needed: version=0, " in run.stdout
-    shutil.copy(moe_32, tmp_path / "whole.bin")
-    run = program("colibri.run", "--doctor", cwd=tmp_path)
-    assert run.returncode == 0 and b"needed" not in run.stdout
-    other = build.library_path(Checkpoint(write_model(tmp_path / "other.bin", STACK)))
-    run = program("colibri.run", "--doctor", "--model", "whole.bin", cwd=tmp_path, environment={"COLIBRI_LIBRARY": other})
-    text = " ".join(run.stdout.decode().split())
-    assert run.returncode == 2 and text.count("needed: ") == 1 and "whole.bin needed: " in text
-
-
-@pytest.mark.parametrize("options, line", [
-    (("--model", "a"), "a: not found, expected a model file; make one with python -m converter checkpoint.pt a"),
-    (("--json",), "--json: given with --doctor, expected nothing but --doctor and --model; leave it out"),
-    (("--prompt", "a"), "--prompt: given with --doctor, expected nothing but --doctor and --model; leave it out"),
-])
-def test_doctor_refuses(tmp_path, options, line):
-    run = program("colibri.run", "--doctor", *options, cwd=tmp_path)
-    assert (run.returncode, run.stdout, run.stderr.decode()) == (2, b"", line + "\n")
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")

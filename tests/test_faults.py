@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, program
+from made_up_gpu import Driver, Status, memory_of
 from service import Client, Service
 from synthetic import write_model
-from test_device import Driver, Status, memory_of, use  # noqa: F401
 
 from colibri import build
 from colibri.checkpoint import Checkpoint
@@ -74,7 +74,7 @@ with Engine(sys.argv[1], "host", num_slots=1) as engine, engine.session() as ses
         assert (int(length), text) == (21, bytes(session.generate(b"the old captain", 12)).decode())
 
 
-def test_a_device_that_has_no_memory_left(use):  # noqa: F811
+def test_a_device_that_has_no_memory_left(use):
     memory = memory_of(Driver(cuMemAlloc=lambda _: (Status.CUDA_ERROR_OUT_OF_MEMORY, 0)), use)
     memory._device_blocks = []
     with pytest.raises(ColibriError) as error:

@@ -14,9 +14,8 @@ import time
 
 import pytest
 from conftest import ROOT
-from service import TIMEOUT, Service
+from service import LONG, TIMEOUT, Service, greedy, slow_service
 from synthetic import STACK, write_model
-from test_serve import LONG, greedy, slow_service
 
 from colibri.openai import NEUTRAL, RENAMED, transcript
 from colibri.requests import Refused

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import reference
+from host_model import HostModel
 from reference import fields
 from synthetic import DENSE, STACK, write_model
-from test_host_ops import HostModel
 
 from colibri import headers
 from colibri.checkpoint import Checkpoint

@@ -9,8 +9,8 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import reference
+from host_model import HostModel
 from reference import F16, SIGMOID, SOFTMAX, TOPK_SOFTMAX, fields
-from test_host_ops import HostModel
 
 SPARSEMIXER = 3
 LN = math.log
