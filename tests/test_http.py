@@ -14,7 +14,8 @@ from conftest import ROOT
 from service import LONG, TIMEOUT, Service, greedy
 from synthetic import STACK, write_model
 
-from colibri.openai import NEUTRAL, RENAMED, transcript
+from colibri.messages import transcript
+from colibri.openai import NEUTRAL, RENAMED
 from colibri.requests import Refused
 
 openai = pytest.importorskip("openai")
@@ -156,7 +157,8 @@ def test_errors_of_the_client(service, client):
     ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": [1]},
      'stream_options: a list, expected an object such as {"include_usage": true}'),
     ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"usage": True}},
-     'stream_options: "usage": unknown field, expected include_usage alone'),
+     ('stream_options: "usage": unknown field, expected one of include_usage, continuous_usage_stats, '
+      "include_obfuscation")),
     ("completions", {"model": MODEL, "prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
      "stream_options.include_usage: 1, expected true or false"),
     ("completions", {"model": MODEL, "prompt": "x", "messages": []},
@@ -170,7 +172,7 @@ def test_errors_of_the_client(service, client):
     ("chat/completions", {"model": MODEL, "messages": "hello"},
      'messages: "hello", expected a list of at least one message'),
     ("chat/completions", {"model": MODEL, "messages": ["hello"]},
-     'messages[0]: "hello", expected an object with role and content alone'),
+     'messages[0]: "hello", expected an object with role and content'),
     ("chat/completions", {"model": MODEL, "messages": [{"content": "x"}]},
      "messages[0].role: missing, expected one of system, developer, user, assistant"),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}, {"role": "user"}]},
@@ -181,8 +183,9 @@ def test_errors_of_the_client(service, client):
      'messages[0].role: "tool", expected one of system, developer, user, assistant'),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
      'messages[0].content[0]: an object, expected {"type": "text", "text": ...}, a string and nothing else'),
-    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x", "tool_calls": []}]},
-     'messages[0]: "tool_calls": unknown field, expected role and content alone'),
+    ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x", "mood": "sad"}]},
+     ('messages[0]: "mood": unknown field, expected role, content, name, refusal, reasoning_content, reasoning, '
+      "tool_calls, annotations, cache_control")),
     ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
                           "max_completion_tokens": 1},
      "max_completion_tokens: given twice, expected max_tokens or max_completion_tokens; leave one out"),
@@ -209,7 +212,8 @@ def test_paths_and_methods(service):
         (200, '{"status": "ok"}\n'), (200, '{"status": "ready"}\n')]
     status, _, text = ask(service, "GET", "/v2/x")
     assert (status, message(text)) == (404, ("path: /v2/x, expected one of /health, /ready, /metrics, /v1/models, "
-                                            "/v1/completions, /v1/chat/completions"))
+                                             "/v1/models/ID, /v1/completions, /v1/chat/completions, /tokenize, "
+                                             "/detokenize"))
     status, headers, text = ask(service, "GET", "/v1/completions")
     assert (status, headers["allow"], message(text)) == (405, "POST", "method: GET, expected POST for /v1/completions")
     for path in ("/health", "/ready", "/metrics", "/v1/models"):
@@ -233,7 +237,7 @@ def test_what_is_refused_is_not_logged(service):
                                    {"role": "secret", "content": "x"}]})):
         status, _, text = ask(service, method, path, body)
         assert status in (400, 404) and "secret" in message(text)
-    assert b"secret" in raw(service, b"GET /secret[ HTTP/1.1\r\nHost: x\r\nsecret\r\n\r\n").lower()
+    assert b"secret" in raw(service, b"GET /secret[ HTTP/1.1\r\nHost: localhost\r\nsecret\r\n\r\n").lower()
     service.metric("queue_depth")
     for text in ("path: ..., expected one of /health, ", "model: ..., expected moe-32.bin", "...: unsupported field, ",
                  "suffix: ..., not supported, expected none; leave it out", "messages[0].role: ..., expected one of "):
