@@ -124,12 +124,13 @@ class Connection(asyncio.Protocol):
         if not self.running and not self.is_reading:
             self.close()
 
-    def read(self, data):
-        """Handles a message, a large one when another thread has read it."""
+    def read(self, data, size=None):
+        """Handles a message, a large one when another thread has read it. size: what it is taken for, if not its own"""
         self.arrived = self._arrived
-        if len(data) > LARGE:
+        size = len(data) if size is None else size
+        if size > LARGE:
             self.is_reading = True
-            self.server.run(lambda: self.understand(data), len(data), self._was_read)
+            self.server.run(lambda: self.understand(data), size, self._was_read)
             return
         made = error = None
         try:
@@ -198,6 +199,9 @@ class Connection(asyncio.Protocol):
     def progress(self, request):
         """Tells the client of new tokens, or of the end."""
         raise NotImplementedError
+
+    def accepted(self, request):
+        """Tells the client that a request's prompt is in tokens and waits for its turn."""
 
 
 class Lines(Connection):

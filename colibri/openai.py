@@ -5,6 +5,7 @@ import json
 import re
 import time
 
+from colibri.messages import transcript
 from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
 
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
@@ -14,10 +15,16 @@ RENAMED = {"/v1/completions": COMMON, "/v1/chat/completions": {**COMMON, "max_co
 INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
            "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
-           "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},)}
-BODY = {"model", "user", "stream_options", *INPUT.values(), *NEUTRAL, *itertools.chain(*RENAMED.values())}
-PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.(?:role|content|include_usage))*")  # what an error names a field by
-ROLES = ("system", "developer", "user", "assistant")
+           "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+           "response_format": ({"type": "text"},), "modalities": (["text"],)}
+HARMLESS = {  # what changes no answer: notes of a client's own, and hints
+    "user": str, "store": bool, "metadata": dict, "service_tier": str, "parallel_tool_calls": bool,
+    "reasoning_effort": str, "verbosity": str, "prompt_cache_key": str, "prompt_cache_retention": str,
+    "safety_identifier": str}
+KINDS = {str: "a string", bool: "true or false", dict: "an object"}
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+BODY = {"model", "stream_options", *INPUT.values(), *NEUTRAL, *HARMLESS, *itertools.chain(*RENAMED.values())}
+PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.\w+)*")  # what an error names a field by
 
 
 class Answer:
@@ -26,10 +33,11 @@ class Answer:
     numbers = itertools.count(1)
 
     def __init__(self, path, server, body, arrived):
-        _check_model(body, server.name)
+        check_model(body, server.name)
         self._is_chat = path == "/v1/chat/completions"
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{next(self.numbers)}"
-        self._path, self._server, self._with_usage, self.has_begun = path, server, False, False
+        self._path, self._server, self._has_begun = path, server, False
+        self._with_usage = self._counts = False  # usage in the last event, and in all events
         self._created = int(time.time())
         labels = {new: old for old, new in RENAMED[path].items()} | dict.fromkeys(("prompt", "prompt_ids"), INPUT[path])
         self.request = server.reader.request(self._values(body), arrived, labels)
@@ -37,27 +45,31 @@ class Answer:
         if self._is_chat:
             self._fields["object"] = "chat.completion.chunk" if self.request.stream else "chat.completion"
         mark = "\0"  # where a piece of text goes in an event that is made once
-        self._event = json.dumps({**self._fields, "choices": [self._choice(mark, None)]}).split(json.dumps(mark))
+        self._event = self._chunk(mark, None).split(json.dumps(mark))
 
     def _values(self, body):
         """Returns the fields of a request; null is a field left out."""
         values, renamed, source = {"id": self.id}, RENAMED[self._path], INPUT[self._path]
-        known = ("model", source, "stream_options", "user", *renamed, *NEUTRAL)
+        known = ("model", source, "stream_options", *renamed, *NEUTRAL, *HARMLESS)
         for name, value in body.items():
+            if value is None or name == "model":
+                continue
             if name not in known:
                 raise Refused(shown(name), "unsupported field",
                               f"one of {', '.join(('model', source, 'stream_options', *renamed))}",
                               logged={"where": "..."}, field=name[:100])
-            if value is None or name in ("model", "user"):
-                continue
             if name in NEUTRAL:
-                _check_neutral(name, value)
+                check_neutral(name, value, NEUTRAL[name])
+            elif name in HARMLESS and not isinstance(value, HARMLESS[name]):
+                raise wrong(name, value, KINDS[HARMLESS[name]])
             elif name in renamed:
                 if renamed[name] in values:
                     raise Refused(name, "given twice", "max_tokens or max_completion_tokens", "leave one out")
                 values[renamed[name]] = value
         if "stream_options" in body and body["stream_options"] is not None:
-            self._with_usage = _include_usage(body)
+            options = _stream_options(body)
+            self._with_usage = options["include_usage"]
+            self._counts = self._with_usage and options["continuous_usage_stats"]
         if body.get(source) is None:
             raise Refused(source, "missing", "a list of messages" if self._is_chat else "a string")
         if self._is_chat:
@@ -77,8 +89,8 @@ class Answer:
             choice["message"] = {"role": "assistant", "content": text}
         return {**choice, "logprobs": None, "finish_reason": finish}
 
-    def _usage(self):
-        prompt, completion = len(self.request.prompt), len(self.request.tokens)
+    def _usage(self, completion):
+        prompt = len(self.request.prompt)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _text(self):
@@ -86,36 +98,36 @@ class Answer:
         return request.text() if request.used else " ".join(map(str, request.tokens))
 
     def whole(self):
-        return {**self._fields, "choices": [self._choice(self._text(), self.request.finish)], "usage": self._usage()}
+        return {**self._fields, "choices": [self._choice(self._text(), self.request.finish)],
+                "usage": self._usage(len(self.request.tokens))}
 
     def events(self):
-        """Yields the data of the server-sent events that are due, JSON as bytes."""
-        request, is_first, self.has_begun = self.request, not self.has_begun, True
-        if is_first and self._is_chat:
-            choice = {**self._choice("", None), "delta": {"role": "assistant", "content": ""}}
-            yield json.dumps({**self._fields, "choices": [choice]}).encode()
-        text = self._piece()
-        if text:
-            yield json.dumps(text).join(self._event).encode()
+        """Yields the data of the server-sent events that are due, JSON as bytes: one a token, with what it adds."""
+        request, is_first, self._has_begun = self.request, not self._has_begun, True
+        if is_first and self._is_chat and not request.error:
+            yield self._chunk("", None, {"delta": {"role": "assistant", "content": ""}}).encode()
+        count = request.told
+        for token, piece in request.news():
+            count += 1
+            text = piece if request.used else f"{' ' if count > 1 else ''}{token}"  # numbers as in a text run
+            event = self._chunk(text, None, count=count) if self._counts else json.dumps(text).join(self._event)
+            yield event.encode()
         if request.is_over and request.error:
             yield json.dumps(error_body(request.error)).encode()
         elif request.is_over:
-            yield json.dumps({**self._fields, "choices": [self._choice("", request.finish)]}).encode()
+            rest = request.rest() if request.used else ""
+            yield self._chunk(rest, request.finish, count=count).encode()
             if self._with_usage:
-                yield json.dumps({**self._fields, "choices": [], "usage": self._usage()}).encode()
+                yield json.dumps({**self._fields, "choices": [], "usage": self._usage(count)}).encode()
             yield b"[DONE]"
 
-    def _piece(self):
-        """Returns the text that is new; token numbers stand in it with a blank between two, as in a text run."""
-        request, is_first = self.request, not self.request.told
-        news = request.news()
-        if request.used:
-            return "".join(piece for _, piece in news) + (request.rest() if request.is_over else "")
-        text = " ".join(str(token) for token, _ in news)
-        return text if is_first or not text else " " + text
+    def _chunk(self, text, finish, more=(), count=0):
+        """Returns the JSON of an event. count: tokens so far."""
+        usage = {"usage": self._usage(count) if self._counts else None} if self._with_usage else {}
+        return json.dumps({**self._fields, "choices": [{**self._choice(text, finish), **dict(more)}], **usage})
 
 
-def _check_model(body, name):
+def check_model(body, name):
     """Checks that the body asks for the model that is served."""
     model = body.get("model")
     if model != name:
@@ -123,32 +135,33 @@ def _check_model(body, name):
         raise Refused("model", got, name, code="not_found" if model else "bad_request", logged=HIDDEN)
 
 
-def _check_neutral(name, value):
-    if not any(type(value) in (type(good), float) and value == good for good in NEUTRAL[name]):
-        got, neutral = json.dumps(value)[:60], NEUTRAL[name][0]
-        raise Refused(name, f"{got}, not supported", json.dumps(neutral) if neutral else "none", "leave it out",
+def check_neutral(name, value, neutral):
+    """Checks that a field has one of the values that ask for nothing."""
+    if isinstance(value, dict):
+        value = {key: inner for key, inner in value.items() if inner is not None}
+    if not any(type(value) in (type(good), float) and value == good for good in neutral):
+        raise Refused(name, f"{json.dumps(value)[:60]}, not supported",
+                      json.dumps(neutral[0]) if neutral[0] else "none", "leave it out",
                       logged={"got": "..., not supported"})
 
 
-def _include_usage(body):
+def _stream_options(body):
+    """Returns {name: bool} of STREAM_OPTIONS."""
     options = body["stream_options"]
     if not isinstance(options, dict):
         raise wrong("stream_options", options, "an object such as {\"include_usage\": true}")
-    _check_keys("stream_options", options, ("include_usage",))
-    value = options.get("include_usage", False)
-    if type(value) is not bool:
-        raise wrong("stream_options.include_usage", value, "true or false")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in STREAM_OPTIONS:
+            raise Refused("stream_options", f"{shown(name)}: unknown field", f"one of {', '.join(STREAM_OPTIONS)}",
+                          logged={"got": "...: unknown field"})
+        if type(value) is not bool:
+            raise wrong(f"stream_options.{name}", value, "true or false")
     if not body.get("stream"):
         raise Refused("stream_options", "given", "only with \"stream\": true", "leave it out")
-    return value
-
-
-def _check_keys(where, values, known):
-    """Checks that an object has no other fields than those that are known."""
-    for name in values:
-        if name not in known:
-            raise Refused(where, f"{shown(name)}: unknown field", f"{' and '.join(known)} alone",
-                          logged={"got": "...: unknown field"})
+    if given.get("include_obfuscation"):
+        raise Refused("stream_options.include_obfuscation", "true, not supported", "false", "leave it out")
+    return {**dict.fromkeys(STREAM_OPTIONS, False), **given}
 
 
 def _prompt(prompt):
@@ -160,43 +173,15 @@ def _prompt(prompt):
     return ("prompt_ids" if isinstance(prompt, list) else "prompt"), prompt
 
 
-def transcript(messages):
-    """Returns the messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
-    if not isinstance(messages, list) or not messages:
-        got = "no message" if messages == [] else shown(messages)
-        raise Refused("messages", got, "a list of at least one message", logged=HIDDEN)
-    lines = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise wrong(where, message, "an object with role and content alone")
-        _check_keys(where, message, ("role", "content"))
-        for name, expected in (("role", f"one of {', '.join(ROLES)}"), ("content", "a string, or a list of parts")):
-            if name not in message:
-                raise Refused(f"{where}.{name}", "missing", expected)
-        if message["role"] not in ROLES:
-            raise wrong(f"{where}.role", message["role"], f"one of {', '.join(ROLES)}")
-        lines.append(f"{message['role']}: {_content(message['content'], f'{where}.content')}\n")
-    return "".join(lines) + "assistant:"
-
-
-def _content(content, where):
-    """Returns text, of which content may be a list of parts."""
-    part = "{\"type\": \"text\", \"text\": ...}"
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(where, content, f"a string, or a list of {part}")
-    for index, value in enumerate(content):
-        is_text = isinstance(value, dict) and value.keys() == {"type", "text"} and value["type"] == "text"
-        if not is_text or not isinstance(value["text"], str):
-            raise wrong(f"{where}[{index}]", value, f"{part}, a string and nothing else")
-    return "".join(value["text"] for value in content)
-
-
 def models(name):
     """Returns the body of /v1/models: the one model that is served."""
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "colibri"}]}
+    return {"object": "list", "data": [model(name, name)]}
+
+
+def model(asked, name):
+    """Returns the body of /v1/models/ID."""
+    check_model({"model": asked}, name)
+    return {"id": name, "object": "model", "created": 0, "owned_by": "colibri"}
 
 
 def error_body(error):

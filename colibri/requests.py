@@ -1,6 +1,7 @@
 """A request: what a client may ask for, checked field by field; the one definition that lines and HTTP share."""
 
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -30,8 +31,8 @@ GREEDY = Sampler()
 HIDDEN = {"got": "..."}  # from the log: what a client has sent
 FINISHES = ("length", "stop", "deadline", "cancelled", "shutdown", "error")
 CODES = {  # of errors, with the HTTP status that says the same
-    "bad_request": 400, "too_long": 400, "not_found": 404, "queue_full": 429, "internal": 500, "shutdown": 503,
-    "too_many_connections": 503, "deadline": 504}
+    "bad_request": 400, "too_long": 400, "invalid_api_key": 401, "forbidden": 403, "not_found": 404, "queue_full": 429,
+    "internal": 500, "shutdown": 503, "too_many_connections": 503, "deadline": 504}
 
 
 LEADING_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*(-?[0-9]{1,19}|"(?:[^"\\]|\\.){0,128}")\s*,', re.DOTALL)
@@ -222,23 +223,34 @@ class Reader:
                               code="too_long")
             return tokens, self._count(len(tokens), count, count_name)
 
+    def tokens(self, text, name, special):
+        """Returns the tokens of a text, which may be more than the context holds."""
+        with _refusing(None):
+            used = copy.copy(self.codec())
+            used.most = math.inf
+            return self._encoded(used, _utf8(text, name), name, special)
+
+    def text(self, numbers, name):
+        """Returns the text of tokens."""
+        with _refusing(None):
+            used = self.codec()
+            self._check_numbers(numbers, name)
+            return used.decode(numbers)
+
     def _text(self, text, name, special):
         """Returns (tokens, what one is called)."""
-        try:
-            data = text.encode()
-        except UnicodeEncodeError:
-            raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
-        used = self.codec()
+        data, used = _utf8(text, name), self.codec()
         if len(data) > self.max_text_bytes and used.unit != "byte":  # of bytes, the number is that of the tokens
             rule = self._engine.context_rule(-(-len(data) // used.longest))
             raise Refused(name, f"{len(data)} bytes",
                           f"at most {self.max_text_bytes}, {used.longest} for each token of a context of {rule}",
                           code="too_long")
+        self._check_start(text, name, special)
+        return self._encoded(used, data, name, special), used.unit
+
+    def _encoded(self, used, data, name, special):
         try:
-            self._check_start(text, name, special)
-            return used.encode(data, name, special), used.unit
-        except Refused:
-            raise
+            return used.encode(data, name, special)
         except ColibriError as error:
             raise Refused.of(error, logged=HIDDEN) from None
 
@@ -246,19 +258,22 @@ class Reader:
         """Refuses a text of which a part is too many tokens by far, whatever follows: the whole may take seconds."""
         context = self._engine.context
         start = text[:START * context]
-        if len(start) < len(text) and len(self.codec().encode(start.encode(), name, special)) > 2 * context:
+        if len(start) < len(text) and len(self._encoded(self.codec(), start.encode(), name, special)) > 2 * context:
             raise Refused(name, f"more than {2 * context} {self.codec().unit}s",
                           f"at most {self._engine.context_rule(2 * context)}", code="too_long")
 
     def _numbers(self, numbers, name):
         if len(numbers) <= self._engine.context:  # else their number alone is wrong enough
-            vocab_size = self._checkpoint.header["vocab_size"]
-            for index, token in enumerate(numbers):
-                if type(token) is not int:
-                    raise wrong(f"{name}[{index}]", token, "an integer")
-                if not 0 <= token < vocab_size:
-                    raise wrong(f"{name}[{index}]", token, f"0 to {vocab_size - 1}")
+            self._check_numbers(numbers, name)
         return numbers, "token"
+
+    def _check_numbers(self, numbers, name):
+        vocab_size = self._checkpoint.header["vocab_size"]
+        for index, token in enumerate(numbers):
+            if type(token) is not int:
+                raise wrong(f"{name}[{index}]", token, "an integer")
+            if not 0 <= token < vocab_size:
+                raise wrong(f"{name}[{index}]", token, f"0 to {vocab_size - 1}")
 
     def _count(self, prompt_tokens, count, name):
         room = self._engine.room(prompt_tokens)
@@ -341,6 +356,14 @@ def leading_id(data, where="line"):
     found = LEADING_ID.match(data[:1000]) if where == "line" else None
     with contextlib.suppress(ValueError):  # of an escape that is none
         return json.loads(found[1]) if found else None
+
+
+def _utf8(text, name):
+    """Returns the bytes of a text of JSON."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
 
 
 def _has_bare(data, count):

@@ -10,11 +10,12 @@ import sys
 import time
 import traceback
 
+from colibri.access import Access
 from colibri.arrays import abandon
 from colibri.connection import Lines
 from colibri.errors import ColibriError
 from colibri.intake import Intake
-from colibri.listen import Listener, activated, number_of_files
+from colibri.listen import Listener, activated, number_of_files, split
 from colibri.log import MESSAGE, PROMPT, Log
 from colibri.metrics import Metrics, inspect
 from colibri.requests import CODES, FINISHES, Reader, Refused
@@ -37,6 +38,7 @@ class Server:
         self.engine, self.options = engine, options
         self.reader = Reader(engine)
         self.metrics = Metrics(FINISHES, CODES)
+        self.access = Access(options.keys, options.cors, options.http and split("--http", options.http)[0])
         self.max_connections = max(1, min(MAX_CONNECTIONS, (number_of_files() - SPARE_FILES) // 2))
         self._places = collections.defaultdict(collections.OrderedDict)  # {kind: {connection: None}}, the idlest first
         self.is_draining, self._error = False, None
@@ -68,19 +70,22 @@ class Server:
 
     async def _listen(self):
         passed = activated()
-        for name, address, make in (("serve", self.options.serve, lambda: Lines(self)),
+        for name, address, make in (("serve", self.options.serve, lambda is_local: Lines(self)),
                                     ("http", self.options.http, self._http())):
             if address is None or address == "-":
                 continue
             listener = Listener(f"--{name}", address, passed.get(name))
             self._listeners.append(listener)
+            if name == "serve" and self.access.has_keys and not listener.is_unix:
+                raise ColibriError("--serve", listener.place, "- or unix:PATH with --api-key-file",
+                                   "lines have no keys: a socket's owner and mode say who may use it")
             await listener.start(self.loop, make)
 
     def _http(self):
         if self.options.http is None:
             return None
         from colibri.http import Http  # needs h11
-        return lambda: Http(self)
+        return lambda is_local: Http(self, is_local)
 
     def _begin(self):
         self.loop.set_exception_handler(self._fault)
@@ -245,6 +250,7 @@ class Server:
         if error is None:
             request.prompt, request.max_new_tokens = made
             self.scheduler.enter(request)
+            request.owner.accepted(request)
             return
         self.scheduler.release()
         request.error, request.finish, request.is_over = self.refusal(error, request.id), "error", True
