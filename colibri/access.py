@@ -7,7 +7,7 @@ import json
 import re
 
 from colibri.errors import ColibriError
-from colibri.requests import HIDDEN, Refused
+from colibri.refused import HIDDEN, Refused
 
 MAX_KEY_BYTES = 1 << 20  # of a file of keys
 OPEN = ("/health", "/ready")  # to everybody: probes have no key

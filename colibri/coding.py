@@ -2,7 +2,7 @@
 
 import zlib
 
-from colibri.requests import Refused
+from colibri.refused import Refused
 
 CODINGS = {b"": None, b"identity": None, b"gzip": 31, b"x-gzip": 31, b"deflate": 15}  # {name: zlib's window bits}
 

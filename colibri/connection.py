@@ -6,8 +6,10 @@ import re
 import time
 from json.encoder import encode_basestring_ascii
 
+from colibri import logprobs
 from colibri.intake import LARGE
-from colibri.requests import Refused, Request, cancelled_id
+from colibri.refused import Refused
+from colibri.requests import Request, cancelled_id
 
 MAX_UNREAD_BYTES = 4 << 20  # that a client may leave unread before it is dropped ...
 MAX_STALL_SECONDS = 60      # ... and so long it may take nothing of what waits for it, or stop within a message
@@ -281,9 +283,11 @@ class Lines(Connection):
 
     def progress(self, request):
         if request.stream:
-            identity = json.dumps(request.id)
-            for token, piece in request.news():
+            identity, told = json.dumps(request.id), request.told
+            for index, (token, piece) in enumerate(request.news(), told):
                 text = f', "text": {encode_basestring_ascii(piece)}' if request.used else ""
+                if request.sampler.logprobs is not None:
+                    text += f", {json.dumps(logprobs.of_line(request.score(index)))[1:-1]}"
                 self.write(f'{{"id": {identity}, "token": {token}{text}}}\n'.encode())
         if request.is_over:
             del self.running[request.id]
@@ -298,6 +302,10 @@ class Lines(Connection):
             values["text"] = request.text()
         else:
             values["ids"] = request.tokens
+        if request.rows is None:
+            values |= logprobs.of_lines(request)
+        if request.seed is not None:
+            values["seed"] = request.seed
         return json.dumps({**values, "finish_reason": request.finish, **request.figures(),
                            "path": self.server.engine.path}).encode() + b"\n"
 

@@ -13,7 +13,7 @@ from colibri.errors import ColibriError
 from colibri.intake import LARGE
 from colibri.metrics import CONTENT_TYPE
 from colibri.openai import Answer, error_body, model, models
-from colibri.requests import CODES, HIDDEN, Refused
+from colibri.refused import CODES, HIDDEN, Refused
 from colibri.tokens import TOKENS
 
 try:
@@ -194,10 +194,11 @@ class Http(Connection):
         if not isinstance(made, Answer):
             self._respond(200, made)
             return
-        request = made.request
-        request.owner = self
-        self.server.submit(request)
-        self.running[request.id], self._answer = request, made
+        for request in made.requests:
+            request.owner = self
+        self.server.submit(*made.requests)
+        self.running.update((request.id, request) for request in made.requests)
+        self._answer = made
 
     def accepted(self, request):
         """Begins a stream: its client knows then that it is not lost."""
@@ -208,24 +209,34 @@ class Http(Connection):
             self.flush()
 
     def progress(self, request):
+        if request.id not in self.running:  # another of its answer has failed, and ended that
+            return
         answer = self._answer
-        if request.is_over and request.error and not self._streams:
+        if request.is_over:
             del self.running[request.id]
-            self._error(request.error)
-        elif not request.stream:
-            del self.running[request.id]
-            self._respond(200, answer.whole())
-        else:
+        if request.is_over and request.error:
+            self._abandon()
+        if self._streams:
             self._stream(request, answer)
+        elif request.is_over and request.error:
+            self._error(request.error)
+        elif not self.running:
+            self._respond(200, answer.whole())
         if not self.running:
             self._answer = None
             self.server.loop.call_soon(self.pump)
 
+    def _abandon(self):
+        """Cancels what still runs of an answer."""
+        others = list(self.running.values())
+        self.running.clear()
+        for other in others:
+            self.server.cancel(other)
+
     def _stream(self, request, answer):
-        for data in answer.events():
+        for data in answer.events(request):
             self.write(self._h11.send(h11.Data(b"data: " + data + b"\n\n")))
-        if request.is_over:
-            del self.running[request.id]
+        if not self.running:
             self._streams = False
             self._end()
 

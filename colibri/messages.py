@@ -1,6 +1,6 @@
 """The messages of a chat, as clients send them: which fields they may have, and their content as text."""
 
-from colibri.requests import HIDDEN, Refused, shown, wrong
+from colibri.refused import HIDDEN, Refused, shown, wrong
 
 ROLES = ("system", "developer", "user", "assistant")
 PART = "{\"type\": \"text\", \"text\": ...}"

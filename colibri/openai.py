@@ -5,16 +5,23 @@ import json
 import re
 import time
 
+from colibri.choices import Asked, Choice
+from colibri.fields import drawn_seed, integer
 from colibri.messages import transcript
-from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
+from colibri.refused import CODES, HIDDEN, Refused, shown, wrong
+from colibri.requests import Terms
+from colibri.sampling import MAX_CHOICES
 
-# OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
-COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stream": "stream",
-          "deadline_ms": "deadline_ms", "max_tokens": "max_new_tokens", "add_special_tokens": "add_special_tokens"}
-RENAMED = {"/v1/completions": COMMON, "/v1/chat/completions": {**COMMON, "max_completion_tokens": "max_new_tokens"}}
+# OpenAI's and vLLM's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
+COMMON = {"max_tokens": "max_new_tokens", **{name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "include_stop_str_in_output",
+    "skip_special_tokens", "deadline_ms", "add_special_tokens")}}
+RENAMED = {"/v1/completions": {**COMMON, "logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"},
+           "/v1/chat/completions": {**COMMON, "max_completion_tokens": "max_new_tokens", "top_logprobs": "logprobs"}}
 INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
-           "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
+OF_ANSWER = {"/v1/completions": ("n", "best_of", "echo"), "/v1/chat/completions": ("n", "logprobs")}
+NEUTRAL = {"best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
            "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
            "response_format": ({"type": "text"},), "modalities": (["text"],)}
 HARMLESS = {  # what changes no answer: notes of a client's own, and hints
@@ -23,108 +30,139 @@ HARMLESS = {  # what changes no answer: notes of a client's own, and hints
     "safety_identifier": str}
 KINDS = {str: "a string", bool: "true or false", dict: "an object"}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-BODY = {"model", "stream_options", *INPUT.values(), *NEUTRAL, *HARMLESS, *itertools.chain(*RENAMED.values())}
+BODY = {"model", "stream_options", *INPUT.values(), *itertools.chain(*OF_ANSWER.values()), *NEUTRAL, *HARMLESS, *itertools.chain(*RENAMED.values())}
 PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.\w+)*")  # what an error names a field by
 
 
 class Answer:
-    """A completion in OpenAI's shape: the request of a body, and the objects that answer it."""
+    """A completion in OpenAI's shape: the requests of a body, and the objects that answer it.
+
+    requests: of each prompt in turn, as many as choices are asked for
+    """
 
     numbers = itertools.count(1)
 
     def __init__(self, path, server, body, arrived):
         check_model(body, server.name)
-        self._is_chat = path == "/v1/chat/completions"
-        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{next(self.numbers)}"
-        self._path, self._server, self._has_begun = path, server, False
+        is_chat = path == "/v1/chat/completions"
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{next(self.numbers)}"
+        self._path, self._asked = path, Asked(is_chat)
         self._with_usage = self._counts = False  # usage in the last event, and in all events
-        self._created = int(time.time())
-        labels = {new: old for old, new in RENAMED[path].items()} | dict.fromkeys(("prompt", "prompt_ids"), INPUT[path])
-        self.request = server.reader.request(self._values(body), arrived, labels)
-        self._fields = {"id": self.id, "object": "text_completion", "created": self._created, "model": server.name}
-        if self._is_chat:
-            self._fields["object"] = "chat.completion.chunk" if self.request.stream else "chat.completion"
-        mark = "\0"  # where a piece of text goes in an event that is made once
-        self._event = self._chunk(mark, None).split(json.dumps(mark))
+        self.requests, self._choices = [], {}
+        self._make(server, body, arrived)
+        first = self.requests[0]
+        self._asked.stream, self._unfinished = first.stream, set(self._choices)
+        kind = "text_completion" if not is_chat else f"chat.completion{'.chunk' if first.stream else ''}"
+        self._fields = {"id": self.id, "object": kind, "created": int(time.time()), "model": server.name}
+        if first.seed is not None:
+            self._fields["seed"] = first.seed
+        if first.stream and self._asked.prompt_logprobs is not None:
+            raise Refused("prompt_logprobs", "given with stream", "one of them", "leave one out")
+
+    def _make(self, server, body, arrived):
+        """Makes the requests."""
+        values, reader = self._values(body), server.reader
+        count = self._count(body, server.engine.num_slots)
+        prompts = [("prompt", "messages", transcript(body["messages"]))] if self._asked.is_chat else \
+            _prompts(body["prompt"])
+        if count * len(prompts) > server.scheduler.most:
+            raise Refused(INPUT[self._path], f"{len(prompts)} prompts with {count * len(prompts)} choices",
+                          f"at most {server.scheduler.most}, which run and wait at once",
+                          "send fewer at a time, or raise --queue-size")
+        terms = Terms({new: old for old, new in RENAMED[self._path].items()}, drawn_seed(), self._asked.is_chat,
+                      has_text=True, has_echo=self._asked.echo)
+        for field, label, prompt in prompts:
+            terms.labels |= {"prompt": label, "prompt_ids": label}
+            request = reader.request({**values, field: prompt}, arrived, terms)
+            for number in range(count):
+                index = len(self.requests)
+                identity = self.id if count * len(prompts) == 1 else f"{self.id}-{index}"
+                choice = request.choice(identity, number)
+                self.requests.append(choice)
+                self._choices[choice.id] = Choice(index, choice, prompt, self._asked)
 
     def _values(self, body):
-        """Returns the fields of a request; null is a field left out."""
+        """Returns the fields that all requests have; null is a field left out."""
         values, renamed, source = {"id": self.id}, RENAMED[self._path], INPUT[self._path]
-        known = ("model", source, "stream_options", *renamed, *NEUTRAL, *HARMLESS)
+        known = ("model", source, "stream_options", *OF_ANSWER[self._path], *renamed, *NEUTRAL, *HARMLESS)
         for name, value in body.items():
             if value is None or name == "model":
                 continue
             if name not in known:
-                raise Refused(shown(name), "unsupported field",
-                              f"one of {', '.join(('model', source, 'stream_options', *renamed))}",
+                raise Refused(shown(name), "unsupported field", "one of " + ", ".join((
+                    "model", source, "stream_options", *OF_ANSWER[self._path], *renamed)),
                               logged={"where": "..."}, field=name[:100])
-            if name in NEUTRAL:
-                check_neutral(name, value, NEUTRAL[name])
-            elif name in HARMLESS and not isinstance(value, HARMLESS[name]):
-                raise wrong(name, value, KINDS[HARMLESS[name]])
-            elif name in renamed:
+            if name in renamed and not (name == "logprobs" and value is False):
                 if renamed[name] in values:
                     raise Refused(name, "given twice", "max_tokens or max_completion_tokens", "leave one out")
                 values[renamed[name]] = value
-        if "stream_options" in body and body["stream_options"] is not None:
+            elif name in NEUTRAL and name not in OF_ANSWER[self._path]:
+                check_neutral(name, value, NEUTRAL[name])
+            elif name in HARMLESS and not isinstance(value, HARMLESS[name]):
+                raise wrong(name, value, KINDS[HARMLESS[name]])
+        if body.get("stream_options") is not None:
             options = _stream_options(body)
             self._with_usage = options["include_usage"]
             self._counts = self._with_usage and options["continuous_usage_stats"]
         if body.get(source) is None:
-            raise Refused(source, "missing", "a list of messages" if self._is_chat else "a string")
-        if self._is_chat:
-            values["prompt"] = transcript(body["messages"])
-        else:
-            name, value = _prompt(body["prompt"])
-            values[name] = value
+            raise Refused(source, "missing", "a list of messages" if self._asked.is_chat else "a string")
+        return self._chat_values(body, values) if self._asked.is_chat else self._completion_values(body, values)
+
+    def _chat_values(self, body, values):
+        if type(values.get("max_new_tokens")) is int and values["max_new_tokens"] == -1:
+            del values["max_new_tokens"]
+        if _flag(body, "logprobs"):
+            self._asked.logprobs = values.setdefault("logprobs", 0)
+        elif values.pop("logprobs", 0) != 0:
+            raise Refused("top_logprobs", "given", 'only with "logprobs": true', "leave it out")
         return values
 
-    def _choice(self, text, finish):
-        choice = {"index": 0}
-        if not self._is_chat:
-            choice["text"] = text
-        elif self.request.stream:
-            choice["delta"] = {} if finish and not text else {"content": text}
-        else:
-            choice["message"] = {"role": "assistant", "content": text}
-        return {**choice, "logprobs": None, "finish_reason": finish}
+    def _completion_values(self, body, values):
+        asked = self._asked
+        asked.echo, asked.logprobs, asked.prompt_logprobs = (_flag(body, "echo"), values.get("logprobs"),
+                                                             values.get("prompt_logprobs"))
+        if asked.echo and asked.logprobs is not None:
+            given = [value for value in (asked.prompt_logprobs, asked.logprobs) if value is not None]
+            values["prompt_logprobs"] = max(given) if all(type(value) is int for value in given) else given[0]
+        return values
 
-    def _usage(self, completion):
-        prompt = len(self.request.prompt)
+    def _count(self, body, num_slots):
+        """Returns how many choices each prompt has."""
+        given = {name: body[name] for name in ("n", "best_of") if body.get(name) is not None}
+        most = min(MAX_CHOICES, num_slots)
+        count = integer({"n": 1, **given}, "n", 1, most, {"n": "n"})
+        if not self._asked.is_chat and given.get("best_of", count) != count:
+            raise wrong("best_of", given["best_of"], f"{count}, as n")
+        return count
+
+    def _usage(self, completion=None):
+        """completion: tokens of the choices, if not all that there are"""
+        prompts = {id(request.prompt): len(request.prompt) for request in self.requests}
+        prompt = sum(prompts.values())
+        completion = sum(len(request.tokens) for request in self.requests) if completion is None else completion
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _text(self):
-        request = self.request
-        return request.text() if request.used else " ".join(map(str, request.tokens))
-
     def whole(self):
-        return {**self._fields, "choices": [self._choice(self._text(), self.request.finish)],
-                "usage": self._usage(len(self.request.tokens))}
+        return {**self._fields, "choices": [choice.whole() for choice in self._choices.values()],
+                "usage": self._usage()}
 
-    def events(self):
-        """Yields the data of the server-sent events that are due, JSON as bytes: one a token, with what it adds."""
-        request, is_first, self._has_begun = self.request, not self._has_begun, True
-        if is_first and self._is_chat and not request.error:
-            yield self._chunk("", None, {"delta": {"role": "assistant", "content": ""}}).encode()
-        count = request.told
-        for token, piece in request.news():
-            count += 1
-            text = piece if request.used else f"{' ' if count > 1 else ''}{token}"  # numbers as in a text run
-            event = self._chunk(text, None, count=count) if self._counts else json.dumps(text).join(self._event)
-            yield event.encode()
+    def events(self, request):
+        """Yields the data of the server-sent events that are due of a request, JSON as bytes."""
+        usage = {"usage": None} if self._with_usage else {}
+        for choice, count in self._choices[request.id].events():
+            if self._counts:
+                others = sum(other.told for other in self.requests if other is not request)
+                usage["usage"] = self._usage(others + count)
+            yield json.dumps({**self._fields, "choices": [choice], **usage}).encode()
         if request.is_over and request.error:
             yield json.dumps(error_body(request.error)).encode()
         elif request.is_over:
-            rest = request.rest() if request.used else ""
-            yield self._chunk(rest, request.finish, count=count).encode()
+            self._unfinished.discard(request.id)
+            if self._unfinished:
+                return
             if self._with_usage:
-                yield json.dumps({**self._fields, "choices": [], "usage": self._usage(count)}).encode()
+                yield json.dumps({**self._fields, "choices": [], "usage": self._usage()}).encode()
             yield b"[DONE]"
-
-    def _chunk(self, text, finish, more=(), count=0):
-        """Returns the JSON of an event. count: tokens so far."""
-        usage = {"usage": self._usage(count) if self._counts else None} if self._with_usage else {}
-        return json.dumps({**self._fields, "choices": [{**self._choice(text, finish), **dict(more)}], **usage})
 
 
 def check_model(body, name):
@@ -164,13 +202,25 @@ def _stream_options(body):
     return {**dict.fromkeys(STREAM_OPTIONS, False), **given}
 
 
-def _prompt(prompt):
-    """Returns (field, value) of OpenAI's prompt, which may be text, tokens, or a list of one of these."""
+def _flag(body, name):
+    """Returns a field that is true or false; null and a field left out are false."""
+    value = body.get(name)
+    if value is not None and type(value) is not bool:
+        raise wrong(name, value, "true or false")
+    return bool(value)
+
+
+def _prompts(prompt):
+    """Returns [(field, label for errors, value)] of OpenAI's prompt: text, tokens, or a list of such."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        raise Refused("prompt", f"{len(prompt)} prompts", "one", "send a request for each")
-    return ("prompt_ids" if isinstance(prompt, list) else "prompt"), prompt
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], (str, list)):
+        return [("prompt_ids" if isinstance(prompt, list) else "prompt", "prompt", prompt)]
+    for index, each in enumerate(prompt):
+        if not isinstance(each, (str, list)):
+            raise wrong(f"prompt[{index}]", each, "a string, or a list of integers")
+    return [("prompt_ids" if isinstance(each, list) else "prompt", f"prompt[{index}]", each)
+            for index, each in enumerate(prompt)]
 
 
 def models(name):

@@ -18,7 +18,8 @@ from colibri.intake import Intake
 from colibri.listen import Listener, activated, number_of_files, split
 from colibri.log import MESSAGE, PROMPT, Log
 from colibri.metrics import Metrics, inspect
-from colibri.requests import CODES, FINISHES, Reader, Refused
+from colibri.refused import CODES, Refused
+from colibri.requests import FINISHES, Reader
 from colibri.scheduler import Scheduler
 from colibri.stdio import Pipes
 
@@ -218,16 +219,18 @@ class Server:
         self.metrics.dropped_connections += 1
         self.log.event("connection", dropped=reason)
 
-    def submit(self, request):
+    def submit(self, *requests):
+        """Accepts requests, all of them or none."""
         if self.is_draining:
             raise Refused("server", "shutting down", "a running one", "send it to another, or again later",
-                          code="shutdown", id=request.id)
-        self.scheduler.reserve(request.id)
-        self._num_unanswered += 1
-        if request.encode:
-            self._intake.add(request)
-        else:
-            self.scheduler.enter(request)
+                          code="shutdown", id=requests[0].id)
+        self.scheduler.reserve(requests[0].id, len(requests))
+        self._num_unanswered += len(requests)
+        for request in requests:
+            if request.encode:
+                self._intake.add(request)
+            else:
+                self.scheduler.enter(request)
 
     def cancel(self, request, finish="cancelled"):
         if self._intake.remove(request):
@@ -349,7 +352,8 @@ class Server:
         values = {"id": request.id, "prompt_tokens": figures["prompt_tokens"], "tokens": figures["completion_tokens"],
                   "finish": request.finish,
                   **({"code": request.error.code, "message": self._message(request.error)} if request.error else {}),
-                  "ttft_ms": figures["ttft_ms"], "itl_p99_ms": figures["itl_p99_ms"]}
+                  "ttft_ms": figures["ttft_ms"], "itl_p99_ms": figures["itl_p99_ms"],
+                  **({} if request.seed is None else {"seed": request.seed})}
         if self.options.log_prompts and request.rows is None:
             start = request.prompt[:4 * PROMPT]  # a character is at most 4 tokens
             values["prompt"] = (request.used.decode(start) if request.used else " ".join(map(str, start)))[:PROMPT]

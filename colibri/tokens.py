@@ -2,7 +2,7 @@
 
 from colibri.messages import transcript
 from colibri.openai import check_model, check_neutral
-from colibri.requests import Refused, shown, wrong
+from colibri.refused import Refused, shown, wrong
 
 NEUTRAL = {"return_token_strs": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
            "tools": ([],), "chat_template_kwargs": ({},)}

@@ -16,7 +16,7 @@ from synthetic import STACK, write_model
 
 from colibri.messages import transcript
 from colibri.openai import NEUTRAL, RENAMED
-from colibri.requests import Refused
+from colibri.refused import Refused
 
 openai = pytest.importorskip("openai")
 

@@ -9,7 +9,8 @@ import pytest
 from synthetic import STACK, write_model
 
 from colibri.engine import Engine
-from colibri.requests import Reader, Refused, cancelled_id, parse
+from colibri.refused import Refused
+from colibri.requests import Reader, cancelled_id, parse
 from colibri.sampling import Sampler
 
 NAMES = ("id, prompt, prompt_ids, input, output, max_new_tokens, temperature, top_k, top_p, seed, stream, deadline_ms, "
