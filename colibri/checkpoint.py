@@ -184,7 +184,6 @@ class Checkpoint:
         return tensors
 
     def _view(self, tensor, entry):
-        where = f"{self.path}: {tensor.name}"
         code = headers.format_of(tensor.type, self.header)
         names = {code: name.upper() for name, code in self._headers.codes("DTYPE").items()}
         got = names.get(entry["dtype"].item(), entry["dtype"])
@@ -203,8 +202,7 @@ class Checkpoint:
                 (offset % alignment == 0, "offset", offset, f"a multiple of {alignment}"),
                 (offset + size <= len(self.data), "offset", offset,
                  f"at most {len(self.data) - size} for {size} bytes in a file of {len(self.data)}")):
-            if not good:
-                raise ColibriError(where, f"{name}={value}", expected, "the file is damaged, convert again")
+            self.expect(good, f"{tensor.name}: {name}", value, expected)
         return self.data[offset:offset + size].view(stored)
 
     def _check_layout(self, directory):

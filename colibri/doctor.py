@@ -15,7 +15,7 @@ import textwrap
 from colibri import build, native, places
 from colibri import library as libraries
 from colibri.checkpoint import Checkpoint
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, sentence
 from colibri.weights import usable_processors
 
 CPU_FLAGS = ("avx2", "fma", "f16c")
@@ -73,7 +73,7 @@ def model_lines(paths, used):
         try:
             text, readable = model(Checkpoint(path), used), True
         except ColibriError as error:
-            text = str(error).removeprefix(f"{path}: ")
+            text = sentence(None, *error.parts[1:]) if error.where == path else str(error)
         lines.append((os.path.basename(path), text))
     return lines if readable else [(label, f"needed: {text}") for label, text in lines]
 

@@ -7,7 +7,7 @@ class ColibriError(Exception):
     """A mistake in the input, the options or the machine; the command line prints its text alone and exits with 2.
 
     The text is `where: got, expected <expected>; <fix>`, without the parts that are None. where: a file, an option or
-    a field; None where a label beside the text says it; the whole text where another program or library has made it.
+    a field; None where the label of a table says it; the whole text where C or argparse has made it.
     """
 
     def __init__(self, where, got=None, expected=None, fix=None):

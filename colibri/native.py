@@ -43,7 +43,7 @@ class Library:
                     function.errcheck = self._check
                 setattr(self, name.removeprefix("colibri_"), function)
         except (OSError, AttributeError) as error:
-            reason = str(error).rpartition(f"{path}: ")[2]
+            reason = str(error).removeprefix(f"{path}: ")  # in the words of the C library
             raise ColibriError(self.file, reason, "a libcolibri.so", _fix(path)) from None
         digest = self.digest().decode()
         if digest != headers.digest():

@@ -2,9 +2,10 @@
 
 import itertools
 import json
+import re
 import time
 
-from colibri.messages import transcript
+from colibri.messages import FIELDS, transcript
 from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
 
 # OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
@@ -22,6 +23,9 @@ HARMLESS = {  # what changes no answer: notes of a client's own, and hints
     "safety_identifier": str}
 KINDS = {str: "a string", bool: "true or false", dict: "an object"}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+BODY = {"model", "stream_options", "tokens", *INPUT.values(), *NEUTRAL, *HARMLESS, *itertools.chain(*RENAMED.values())}
+PARTS = "|".join(("role", "content", *FIELDS, *STREAM_OPTIONS))
+PARAM = re.compile(fr"(\w+)(?:\[\d+\]|\.(?:{PARTS}))*")  # what an error names a field by
 
 
 class Answer:
@@ -54,7 +58,7 @@ class Answer:
             if name not in known:
                 raise Refused(shown(name), "unsupported field",
                               f"one of {', '.join(('model', source, 'stream_options', *renamed))}",
-                              logged={"where": "..."})
+                              logged={"where": "..."}, field=name[:100])
             if name in NEUTRAL:
                 check_neutral(name, value, NEUTRAL[name])
             elif name in HARMLESS and not isinstance(value, HARMLESS[name]):
@@ -139,7 +143,7 @@ def check_neutral(name, value, neutral):
     if not any(type(value) in (type(good), float) and value == good for good in neutral):
         raise Refused(name, f"{json.dumps(value)[:60]}, not supported",
                       json.dumps(neutral[0]) if neutral[0] else "none", "leave it out",
-                      logged={"got": "..., not supported"})
+                      logged={"got": "..., not supported"}, field=name)
 
 
 def _stream_options(body):
@@ -182,6 +186,8 @@ def model(asked, name):
 
 
 def error_body(error):
-    """Returns the body of an error."""
+    """Returns the body of an error. Its param is the field that the error is about, or None."""
     kind = "invalid_request_error" if CODES[error.code] < 500 and error.code != "queue_full" else error.code
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+    found = PARAM.fullmatch(str(error.where))
+    param = error.where if found and found[1] in BODY else error.field
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}

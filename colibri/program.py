@@ -80,14 +80,14 @@ def choice(values):
 
 
 def of_system(error):
-    """Returns the sentence of an OSError that nothing nearer has explained."""
+    """Returns a ColibriError of an OSError that nothing nearer has explained."""
     where, path = error.filename, "the path, "
     if where is None:
         ours = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
                 if frame.f_code.co_filename.startswith(ROOT)]
         where, path = "{}:{}".format(*ours[-1])[len(ROOT):], ""
-    return (f"{os.fsdecode(where)}: {error.strerror or error}, expected the system to allow it; check {path}"
-            "permissions, space and limits (ulimit -a)")
+    return ColibriError(os.fsdecode(where), str(error.strerror or error), "the system to allow it",
+                        f"check {path}permissions, space and limits (ulimit -a)")
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def run(main, interrupted="interrupted", like_ctrl_c=()):
     except MemoryError:
         message, status = "memory: not enough for this run, expected more; use less input or raise the limit", 2
     except OSError as error:
-        message, status = of_system(error), 2
+        message, status = str(of_system(error)), 2
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os._exit(128 + number))  # it ends already: without a traceback

@@ -43,12 +43,12 @@ class Refused(ColibriError):
     """A request that cannot be served.
 
     code: one of CODES. id: the request's, where it could be read. logged: {part: what the log has in its place}, where
-    a part holds what the client has sent, which may be of a prompt.
+    a part holds what the client has sent, which may be of a prompt. field: the name of a field that is not known.
     """
 
-    def __init__(self, where, got=None, expected=None, fix=None, code="bad_request", id=None, logged=None):
+    def __init__(self, where, got=None, expected=None, fix=None, code="bad_request", id=None, logged=None, field=None):
         super().__init__(where, got, expected, fix)
-        self.code, self.id, self._logged = code, id, logged or {}
+        self.code, self.id, self.field, self._logged = code, id, field, logged or {}
 
     @classmethod
     def of(cls, error, **more):

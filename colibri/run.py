@@ -174,11 +174,11 @@ def main(arguments=None):
     try:
         run(options)
     except (ColibriError, OSError) as error:
-        message = str(error) if isinstance(error, ColibriError) else of_system(error)
+        error = error if isinstance(error, ColibriError) else of_system(error)
         if options.log_format == "json":
             from colibri.log import in_json
-            message = in_json("fault", error=message)
-        raise ColibriError(message) from None
+            error = ColibriError(in_json("fault", error=str(error)))
+        raise error from None
 
 
 def run(options):

@@ -1,6 +1,7 @@
 """HTTP: OpenAI's own client, a Prometheus parser, and requests by hand with their exact answers."""
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
@@ -227,6 +228,27 @@ def test_paths_and_methods(service):
     assert ask(service, "HEAD", "/v1/completions")[::2] == (405, "")
     assert service.metric('errors_total{code="bad_request"}') == before + 2
     service.wait_for_log('code=bad_request message="method: ..., expected GET or HEAD for /metrics"\n')
+
+
+@pytest.mark.parametrize("path, fields, param", [
+    ("completions", {"prompt": "x", "temperature": -1}, "temperature"), ("completions", {"model": "other"}, "model"),
+    ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"), ("completions", {"prompt": [1, 256]}, "prompt[1]"),
+    ("completions", {"prompt": "x" * 4000}, "prompt"), ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+    ("completions", {"prompt": "x", "colour\"": 1}, "colour\""), ("completions", {"prompt": "x" * (1 << 21)}, None),
+    ("completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
+     "stream_options.include_usage"),
+    ("completions", {"prompt": "x", "deadline_ms": 1e-3}, "deadline_ms"), ("chat/completions", {}, "messages"),
+    ("chat/completions", {"messages": "x"}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0},
+     "max_completion_tokens"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}, {"role": "cook", "content": "x"}]},
+     "messages[1].role"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x" * 4000}]}, "messages"),
+    ("else", {}, None)])
+def test_an_error_has_the_field_that_it_is_about(service, path, fields, param):
+    status, _, text = ask(service, "POST", f"/v1/{path}", {"model": MODEL, **fields})
+    assert status in (400, 404) and json.loads(text)["error"]["param"] == param
 
 
 def test_what_is_refused_is_not_logged(service):
