@@ -23,7 +23,7 @@ class Access:
     def __init__(self, keys=(), origins=(), host=None):
         self.has_keys = bool(keys)
         self._keys, self._origins = keys, {origin.lower() for origin in origins}
-        self._names = {"localhost", "localhost.", host and host.lower()}
+        self._names = {"localhost", "localhost.", *([host.lower()] if host else [])}
 
     def check(self, path, headers, is_local):
         """Checks that a request may be answered.

@@ -84,8 +84,9 @@ class Batch:
         """drawn: [(sampler, the position that its token will have)]"""
         for name in ("temperature", "top_k", "top_p"):
             self.fields[name][:len(drawn)] = [getattr(sampler, name) for sampler, _ in drawn]
-        self.fields["uniform"][:len(drawn)] = [draw(sampler.seed, position, sampler.choice) if sampler.temperature > 0 else 0
-                                               for sampler, position in drawn]
+        self.fields["uniform"][:len(drawn)] = [
+            draw(sampler.seed, position, sampler.choice) if sampler.temperature > 0 else 0
+            for sampler, position in drawn]
 
 
 def _num_scored(sampler, length, count):

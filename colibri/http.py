@@ -306,7 +306,7 @@ def _route(path):
     """Returns which of PATHS a path is."""
     route = "/v1/models/ID" if path.startswith(MODEL) else path
     if OTHERS.fullmatch(path):
-        raise Refused("path", path[:100], "/v1/chat/completions", "a conversation is to be sent there, in OpenAI's form",
+        raise Refused("path", path[:100], "/v1/chat/completions", "send a conversation there, in OpenAI's form",
                       code="not_found", logged=HIDDEN)
     if route not in PATHS:
         raise Refused("path", path[:100], f"one of {', '.join(PATHS)}", code="not_found", logged=HIDDEN)

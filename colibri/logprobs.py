@@ -77,7 +77,7 @@ def completion(tokens, scores, offsets, names, count):
 
 
 def prompt(scores, names, count):
-    """Returns vLLM's prompt_logprobs: of each token but the first {token number: its log-probability, rank and text}."""
+    """Returns vLLM's prompt_logprobs: {token number: log-probability, rank and text} for each token but the first."""
     found = []
     for score in scores:
         if score is None:

@@ -41,7 +41,7 @@ def _message(message, where):
 def _check_field(name, value, where):
     if name not in FIELDS:
         raise Refused(where, f"{shown(name)}: unknown field", f"role, content, {', '.join(FIELDS)}",
-                      logged={"got": "...: unknown field"})
+                      logged={"got": "...: unknown field"}, field=f"{where}.{name[:100]}")
     if FIELDS[name] and not isinstance(value, FIELDS[name][0]):
         raise wrong(f"{where}.{name}", value, FIELDS[name][1])
     if name in NOT_THERE and value:

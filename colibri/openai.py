@@ -7,12 +7,13 @@ import time
 
 from colibri.choices import Asked, Choice
 from colibri.fields import drawn_seed, integer
-from colibri.messages import transcript
+from colibri.messages import FIELDS, transcript
 from colibri.refused import CODES, HIDDEN, Refused, shown, wrong
 from colibri.requests import Terms
 from colibri.sampling import MAX_CHOICES
 
-# OpenAI's and vLLM's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
+# OpenAI's and vLLM's names of our fields, and what else a body may have. OF_ANSWER: read here. NEUTRAL: only with a
+# value that asks for nothing.
 COMMON = {"max_tokens": "max_new_tokens", **{name: name for name in (
     "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "include_stop_str_in_output",
@@ -30,8 +31,10 @@ HARMLESS = {  # what changes no answer: notes of a client's own, and hints
     "safety_identifier": str}
 KINDS = {str: "a string", bool: "true or false", dict: "an object"}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-BODY = {"model", "stream_options", *INPUT.values(), *itertools.chain(*OF_ANSWER.values()), *NEUTRAL, *HARMLESS, *itertools.chain(*RENAMED.values())}
-PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.\w+)*")  # what an error names a field by
+BODY = {"model", "stream_options", "tokens", *INPUT.values(), *itertools.chain(*OF_ANSWER.values()), *NEUTRAL,
+        *HARMLESS, *itertools.chain(*RENAMED.values())}
+PARTS = "|".join(("role", "content", *FIELDS, *STREAM_OPTIONS, r"\d+"))
+PARAM = re.compile(fr"(\w+)(?:\[\d+\]|\.(?:{PARTS}))*")  # what an error names a field by
 
 
 class Answer:
@@ -180,7 +183,7 @@ def check_neutral(name, value, neutral):
     if not any(type(value) in (type(good), float) and value == good for good in neutral):
         raise Refused(name, f"{json.dumps(value)[:60]}, not supported",
                       json.dumps(neutral[0]) if neutral[0] else "none", "leave it out",
-                      logged={"got": "..., not supported"})
+                      logged={"got": "..., not supported"}, field=name)
 
 
 def _stream_options(body):

@@ -15,9 +15,9 @@ MAX_CHOICES = 128     # of one request
 MAX_BIASES = 1024     # tokens in logit_bias
 MAX_STOP_TOKENS = 128
 
-# logit_bias: ((token, bias), ...), stop_token_ids: (token, ...). choice: of several by one seed. logprobs: how many of the
-# likeliest tokens are told beside the drawn one's log-probability; None: nothing is. prompt_logprobs: the same of a
-# prompt's tokens.
+# logit_bias: ((token, bias), ...), stop_token_ids: (token, ...). choice: of several by one seed. logprobs: how many of
+# the likeliest tokens are told beside the drawn one's log-probability; None: nothing is. prompt_logprobs: the same of
+# a prompt's tokens.
 Fields = namedtuple("Fields", "temperature top_k top_p seed min_p presence_penalty frequency_penalty "
                     "repetition_penalty logit_bias min_tokens stop_token_ids ignore_eos choice logprobs "
                     "prompt_logprobs", defaults=(0.0, 0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, (), 0, (), False, 0, None, None))
@@ -90,7 +90,7 @@ def check_sampler(sampler, prefix=""):
     for name, (is_good, expected) in RULES.items():
         if not is_good(getattr(sampler, name)):
             label = prefix + (name.replace("_", "-") if prefix else name)
-            raise ColibriError(label, getattr(sampler, name), expected)
+            raise ColibriError(label, str(getattr(sampler, name)), expected)
     return sampler
 
 

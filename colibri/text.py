@@ -62,7 +62,7 @@ class Codec:
         return self
 
     def name(self, token):
-        """Returns (what a token is called, its bytes): its text within a text. Bytes that are none are `bytes:\\xe4`."""
+        """Returns (a token's text within a text, its bytes); `bytes:\\xe4` where those are no whole characters."""
         data = self.with_special().data(token)
         if data is None:
             return "", b""

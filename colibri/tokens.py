@@ -44,7 +44,7 @@ def _given(body, server, known):
             check_neutral(name, value, NEUTRAL[name])
         elif name not in ("model", *known):
             raise Refused(shown(name), "unsupported field", f"one of model, {', '.join(known)}",
-                          logged={"where": "..."})
+                          logged={"where": "..."}, field=name[:100])
     return {name: value for name, value in given.items() if name in known}
 
 
