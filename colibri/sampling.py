@@ -141,15 +141,15 @@ class History:
     """
 
     def __init__(self, sampler, prompt, eos, start=0):
-        """prompt: its tokens. eos: tokens that end a text. start: the position of the prompt's first token"""
-        self.sampler, self.prompt, self.start, self.end = sampler, prompt, start, start + len(prompt)
+        """prompt: its tokens, ints or bytes. eos: tokens that end a text. start: the position of the prompt's first token"""
+        self.sampler, self.prompt, self.start, self.end = sampler, list(prompt), start, start + len(prompt)
         self.scores, self._drawn = {}, 0
         self.biased = np.array([token for token, _ in sampler.logit_bias], np.int32)
         self.biases = np.array([bias for _, bias in sampler.logit_bias], np.float32)
         self._barred = np.array(sorted({*eos, *sampler.stop_token_ids}), np.int32)
         penalties = sampler.presence_penalty, sampler.frequency_penalty, sampler.repetition_penalty
         self._has_penalties = penalties != (0, 0, 1)
-        first = np.unique(np.asarray(prompt, np.int32)) if self._has_penalties else np.empty(0, np.int32)
+        first = np.unique(np.array(self.prompt, np.int32)) if self._has_penalties else np.empty(0, np.int32)
         self._places = dict(zip(first.tolist(), range(len(first))))
         self._seen, self._counts = first, np.zeros(len(first), np.int32)
 
