@@ -41,7 +41,10 @@ class Choice:
         return found
 
     def events(self):
-        """Yields (choice, tokens so far) of the events that are due: one a token, with what it adds."""
+        """Yields (choice, tokens so far) of the events that are due: one a token, with what it adds.
+
+        A choice that is a string is piece() of that.
+        """
         request, asked = self.request, self._asked
         if not self._has_begun and not request.error:
             self._begin()
@@ -52,12 +55,17 @@ class Choice:
         first = request.told
         for index, (token, piece) in enumerate(request.news(), first):
             text = piece if request.used else self._numbers(index, [token])
-            yield self._shape(text, None, self._logprobs(index, index + 1)), index + 1
+            yield (text if asked.logprobs is None else
+                   self._shape(text, None, self._logprobs(index, index + 1))), index + 1
         if request.is_over and not request.error:
             count = len(request.tokens)
             text = request.rest()
             ending = self._logprobs(count, count + 1) if self._has_ending() else None
             yield self._shape(text, FINISHES.get(request.finish, "length"), ending), count
+
+    def piece(self, text):
+        """Returns the choice of an event that has nothing but text."""
+        return self._shape(text, None, None)
 
     def _begin(self):
         """Makes what is shown of the prompt."""

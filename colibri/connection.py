@@ -289,6 +289,9 @@ class Lines(Connection):
                 if request.sampler.logprobs is not None:
                     text += f", {json.dumps(logprobs.of_line(request.score(index)))[1:-1]}"
                 self.write(f'{{"id": {identity}, "token": {token}{text}}}\n'.encode())
+            if request.is_over and not request.error and request.rest():
+                rest = encode_basestring_ascii(request.rest())
+                self.write(f'{{"id": {identity}, "token": null, "text": {rest}}}\n'.encode())
         if request.is_over:
             del self.running[request.id]
             self.write(error_line(request.error) if request.error else self._final(request))

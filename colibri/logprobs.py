@@ -24,8 +24,9 @@ def of_answer(request):
 
 
 def of_prompt(request):
-    """Returns the Scores of the prompt's tokens; None of the first, before which there is nothing."""
-    return [None] + [request.history.scores[position] for position in range(1, len(request.prompt))]
+    """Returns the Scores of the prompt's tokens, as far as it was read; None of the first, which nothing precedes."""
+    known = request.history.scores if request.history else {}
+    return [None] + [known[position] for position in range(1, len(request.prompt)) if position in known]
 
 
 def _top(score, count=None):

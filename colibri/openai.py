@@ -51,7 +51,7 @@ class Answer:
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{next(self.numbers)}"
         self._path, self._asked = path, Asked(is_chat)
         self._with_usage = self._counts = False  # usage in the last event, and in all events
-        self.requests, self._choices = [], {}
+        self.requests, self._choices, self._events = [], {}, {}
         self._make(server, body, arrived)
         first = self.requests[0]
         self._asked.stream, self._unfinished = first.stream, set(self._choices)
@@ -138,6 +138,18 @@ class Answer:
             raise wrong("best_of", given["best_of"], f"{count}, as n")
         return count
 
+    def _event(self, choice):
+        """Returns the JSON of an event that has nothing but text, before and after that: it is made once."""
+        if choice.index not in self._events:
+            mark = "\0"
+            self._events[choice.index] = self._chunk(choice.piece(mark)).split(json.dumps(mark))
+        return self._events[choice.index]
+
+    def _chunk(self, choice, count=0):
+        """Returns the JSON of an event. count: tokens so far"""
+        usage = {"usage": self._usage(count) if self._counts else None} if self._with_usage else {}
+        return json.dumps({**self._fields, "choices": [choice], **usage})
+
     def _usage(self, completion=None):
         """completion: tokens of the choices, if not all that there are"""
         prompts = {id(request.prompt): len(request.prompt) for request in self.requests}
@@ -151,12 +163,13 @@ class Answer:
 
     def events(self, request):
         """Yields the data of the server-sent events that are due of a request, JSON as bytes."""
-        usage = {"usage": None} if self._with_usage else {}
-        for choice, count in self._choices[request.id].events():
-            if self._counts:
-                others = sum(other.told for other in self.requests if other is not request)
-                usage["usage"] = self._usage(others + count)
-            yield json.dumps({**self._fields, "choices": [choice], **usage}).encode()
+        of = self._choices[request.id]
+        for choice, count in of.events():
+            if isinstance(choice, str) and not self._counts:
+                yield json.dumps(choice).join(self._event(of)).encode()
+                continue
+            others = sum(other.told for other in self.requests if other is not request)
+            yield self._chunk(of.piece(choice) if isinstance(choice, str) else choice, others + count).encode()
         if request.is_over and request.error:
             yield json.dumps(error_body(request.error)).encode()
         elif request.is_over:

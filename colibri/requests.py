@@ -62,6 +62,7 @@ class Request:
     deadline: float = math.inf
     arrived: float = field(default_factory=time.monotonic)
     told: int = 0                     # tokens
+    last: str = None                  # the text after them, once it is asked for
     is_over: bool = False             # seen to have a finish
     cancelled: str = ""               # the finish that it shall have, as soon as that may be
     session: object = None
@@ -111,15 +112,15 @@ class Request:
 
     def rest(self):
         """Returns the text after the last token: what news() kept back, and that of the token that ended it."""
-        if self.used is None:
-            return ""
-        text = self._text()
-        if self.ending is None or not self.includes_stop:
-            return text.rest()
-        return text.rest() + text.add(self.ending) + text.rest()
+        if self.last is None:
+            text = self._text() if self.used is not None else None
+            self.last = text.rest() if text else ""
+            if text and self.ending is not None and self.includes_stop:
+                self.last += text.add(self.ending) + text.rest()
+        return self.last
 
     def text(self):
-        """Returns the whole text: the pieces that were told, and those that were not. Call it once."""
+        """Returns the whole text: the pieces that were told, and those that were not."""
         self.news()
         return "".join(self.pieces) + self.rest()
 

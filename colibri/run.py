@@ -109,7 +109,7 @@ def _add_text_options(add):
     add("--prompt", metavar="TEXT|@FILE|-", help="the text to continue, a file of it, or - for stdin")
     add("--prompt-ids", metavar="17,4,25|@FILE|-", help="the same as token numbers, in and out")
     add("--temperature", type=number(), metavar="X", help="0 (default) is greedy")
-    add("--top-k", type=integer(0), metavar="N", help="draw from the N likeliest; 0: all")
+    add("--top-k", type=integer(-1), metavar="N", help="draw from the N likeliest; 0 or -1: all")
     add("--top-p", type=number(), metavar="X", help="draw from the likeliest that together reach X; 1: all")
 
 
@@ -279,7 +279,8 @@ def run_text(engine, options, meter, prepared):
     _show(pieces.rest(), options)
     if not options.json:
         _print("\n")
-    return {"text": pieces.text(), "prompt_tokens": len(prompt), "new_tokens": new_tokens, **sampler._asdict()}
+    return {"text": pieces.text(), "prompt_tokens": len(prompt), "new_tokens": new_tokens,
+            **{name: getattr(sampler, name) for name in (*TEXT_OPTIONS, "seed")}}
 
 
 def _print(text, end="\n"):

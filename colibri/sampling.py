@@ -141,7 +141,7 @@ class History:
     """
 
     def __init__(self, sampler, prompt, eos, start=0):
-        """prompt: its tokens, ints or bytes. eos: tokens that end a text. start: the position of the prompt's first token"""
+        """prompt: its tokens, ints or bytes. eos: those that end a text. start: the position of the prompt's first"""
         self.sampler, self.prompt, self.start, self.end = sampler, list(prompt), start, start + len(prompt)
         self.scores, self._drawn = {}, 0
         self.biased = np.array([token for token, _ in sampler.logit_bias], np.int32)

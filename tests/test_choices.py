@@ -79,6 +79,11 @@ def test_no_stop_and_what_was_held_back(service, engine):
         found = events(service, "completions", prompt=PROMPT, max_tokens=20, stop=stop)
         assert "".join(event["choices"][0]["text"] for event in found) == text
         assert found[-1]["choices"][0]["finish_reason"] == "length"
+        with service.client() as lines:
+            lines.send({"id": 1, "prompt": PROMPT, "max_new_tokens": 20, "stop": stop, "stream": True})
+            told = list(itertools.takewhile(lambda line: "token" in line, iter(lines.receive, None)))
+            assert "".join(line["text"] for line in told) == text
+            assert [line["token"] for line in told] == [*text.encode(), *[None] * (len(told) - 20)]
     with_stop = complete(service, prompt=PROMPT, max_tokens=20, stop=text[5:8], include_stop_str_in_output=True)[1]
     assert with_stop["choices"][0]["text"] == text[:8]
 
@@ -95,7 +100,7 @@ def test_tokens_that_end_a_text(service, engine):
 
 @pytest.fixture(scope="module")
 def ending(tmp_path_factory):
-    """A service of a model that says " the cat" after "It is" and then EOS, again and again where that is not heeded."""
+    """A service of a model that says " the cat" after "It is" and then EOS, over and over where that is ignored."""
     made = text_models.byte_fallback(["▁the", "▁cat", "▁is", "▁It"])
     number = made.token_to_id
     said = ["▁is", "▁the", "▁cat", "</s>", "▁the"]
@@ -179,7 +184,7 @@ def test_a_prompt_is_scored(service, engine):
         assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
         rows = zip(expected, text[1:], found["token_logprobs"][1:], found["top_logprobs"][1:])
         for row, character, logprob, top in rows:
-            assert logprob == pytest.approx(row[ord(character)], abs=1e-5) == top[character] and top[character] == logprob
+            assert logprob == pytest.approx(row[ord(character)], abs=1e-5) and top[character] == logprob
             assert max(top.values()) == pytest.approx(row.max(), abs=1e-5)
     status, got = complete(service, prompt=text, echo=True, max_tokens=0)
     assert status == 200 and (got["choices"][0]["text"], got["choices"][0]["logprobs"]) == (text, None)
@@ -248,13 +253,23 @@ def test_log_probabilities_in_lines(service, engine):
         last["logprobs"] == told[3]["logprobs"]
 
 
+def test_what_is_cancelled_has_the_log_probabilities_that_there_are(service):
+    with service.client() as lines:
+        for number, prompt in enumerate((PROMPT, PROMPT * 20, PROMPT)):
+            lines.send({"id": number, "prompt": prompt, "max_new_tokens": 90, "logprobs": 0, "prompt_logprobs": 0})
+            lines.send({"cancel": number})
+            last = lines.receive()
+            assert last["finish_reason"] in ("cancelled", "length") and last["prompt_logprobs"][0] is None
+            assert len(last["logprobs"]) == last["completion_tokens"]
+
+
 # Choices and lists of prompts
 
 def test_choices_and_prompts(service, client):
     """Each is what a line gives for the same seed and choice; prompts are counted once."""
     prompts = [PROMPT, list(b"The "), "A"]
-    got = client.completions.create(model=MODEL, prompt=prompts[:1] + ["The ", "A"], n=3, max_tokens=12, temperature=0.9,
-                                    seed=7)
+    got = client.completions.create(model=MODEL, prompt=[PROMPT, "The ", "A"], n=3, max_tokens=12,
+                                    temperature=0.9, seed=7)
     same = client.completions.create(model=MODEL, prompt=[list(PROMPT.encode()), *[[*b"The "], [*b"A"]]], n=3,
                                      max_tokens=12, temperature=0.9, seed=7)
     with service.client() as lines:
@@ -335,7 +350,8 @@ def test_a_seed_is_drawn_and_told(service):
 @pytest.mark.parametrize("fields, expected", [
     ({"stop": [""]}, 'stop[0]: "", expected a string of at least 1 character'),
     ({"stop": ["a", 5]}, "stop[1]: 5, expected a string of at least 1 character"),
-    ({"stop": 5}, "stop: 5, expected a string, or a list of 1 to 16"), ({"stop": ["a"] * 17}, "stop: 17 strings, expected at most 16"),
+    ({"stop": 5}, "stop: 5, expected a string, or a list of 1 to 16"),
+    ({"stop": ["a"] * 17}, "stop: 17 strings, expected at most 16"),
     ({"stop_token_ids": [256]}, "stop_token_ids: token 256, expected 0 to 255"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]: -1, expected a token number"),
     ({"stop_token_ids": 5}, "stop_token_ids: 5, expected a list of integers"),
@@ -355,15 +371,18 @@ def test_a_seed_is_drawn_and_told(service):
     ({"logit_bias": {"256": 1}}, "logit_bias: token 256, expected 0 to 255"),
     ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias: 1025 tokens, expected at most 1024"),
     ({"min_tokens": 1.5}, "min_tokens: 1.5, expected 0 to 2^31 - 1"),
-    ({"ignore_eos": 1}, "ignore_eos: 1, expected true or false"), ({"max_tokens": 0}, "max_tokens: 0, expected an integer, 1 or more"),
+    ({"ignore_eos": 1}, "ignore_eos: 1, expected true or false"),
+    ({"max_tokens": 0}, "max_tokens: 0, expected an integer, 1 or more"),
     ({"choice": 1}, None)])
 def test_what_is_refused(service, fields, expected):
     status, _, text = ask(service, "POST", "/v1/completions", {"model": MODEL, "prompt": "x", **fields})
-    assert status == 400 and (message(text) == expected or expected is None and '"choice": unsupported' in message(text))
+    assert status == 400
+    assert message(text) == expected or expected is None and '"choice": unsupported' in message(text)
 
 
 def test_what_a_chat_refuses(service):
-    for fields, expected in (({"top_logprobs": 2}, 'top_logprobs: given, expected only with "logprobs": true; leave it out'),
+    for fields, expected in (({"top_logprobs": 2},
+                              'top_logprobs: given, expected only with "logprobs": true; leave it out'),
                              ({"logprobs": 1}, "logprobs: 1, expected true or false"),
                              ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: 21, expected 0 to 20"),
                              ({"echo": True}, "echo: true, not supported, expected none; leave it out")):

@@ -13,7 +13,9 @@ from made_up_gpu import made_up, use  # noqa: F401 - fixtures
 from colibri.draws import Draws
 from colibri.engine import Engine
 from colibri.errors import ColibriError
+from colibri.requests import Request
 from colibri.sampling import MAX_CHOICES, PLAIN, History, Sampler, check_sampler, draw, is_plain
+from colibri.text import Bytes
 
 VOCAB, TEXT = 131, b"It was the custom of the old captain, "
 
@@ -34,7 +36,8 @@ def sampler_of(source, vocab=VOCAB, **fields):
         "presence_penalty": pick([0, -2, 1.5]), "frequency_penalty": pick([0.0, 2.0, -0.3]),
         "repetition_penalty": pick([1.0, 1.3, 0.7]), "choice": pick([0, 1, 127]),
         "logit_bias": pick([(), tuple((token, source.uniform(-100, 100) / pick([1, 50])) for token in tokens[:4])]),
-        "min_tokens": pick([0, 3, 50]), "stop_token_ids": pick([(), tuple(tokens[4:])]), "ignore_eos": pick([False, True]),
+        "min_tokens": pick([0, 3, 50]), "stop_token_ids": pick([(), tuple(tokens[4:])]),
+        "ignore_eos": pick([False, True]),
         "logprobs": pick([None, 0, 1, 5, 20]), **fields})
 
 
@@ -175,6 +178,29 @@ def test_neither_the_batch_nor_pieces_of_the_prompt_change_anything(engine):
         first = 1 if sampler.prompt_logprobs is not None else len(TEXT)
         last = len(TEXT) + (len(drawn) + 1 if sampler.logprobs is not None else 0)
         assert sorted(scores) == list(range(first, last if sampler.logprobs is not None else max(first, len(TEXT))))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_goes_on_from_its_tokens(engine, seed):
+    """What is computed again in another session, without drawing, changes no token, no text and no score."""
+    source = random.Random(seed)
+    sampler = sampler_of(source, 256, prompt_logprobs=1, logprobs=2, stop_token_ids=())
+
+    def run(pauses):
+        request = Request(1, prompt=list(TEXT), sampler=sampler, used=Bytes(), stop=("zz", "qx", "e e e e e"))
+        request.begin(engine.checkpoint.eos)
+        session = engine.session()
+        token, = engine.step([(session, request.prompt)], [request.history])
+        while not request.take(token) and len(request.tokens) < 40:
+            if len(request.tokens) in pauses:
+                session.close()
+                session = engine.session()
+                engine.step([(session, [*request.prompt, *request.tokens[:-1]])], [None])
+            token, = engine.step([(session, [token])], [request.history])
+        session.close()
+        return request.tokens, request.text(), [
+            (position, score.logprob, score.top.tolist()) for position, score in sorted(request.history.scores.items())]
+    assert run(()) == run((1, 2, 17, 33))
 
 
 def test_scores_of_more_positions_than_a_call_has_logits(engine):

@@ -116,7 +116,7 @@ not a plain number: --model moe.bin --prompt hello --temperature 1_0
 huge temperature: --model moe.bin --prompt hello --temperature 1e300
     --temperature: 1e+300, expected 0 (greedy) to 1e30
 huge top-k: --model moe.bin --prompt hello --temperature 1 --top-k 2147483648
-    --top-k: 2147483648, expected 0 (all) to 2^31 - 1
+    --top-k: 2147483648, expected 0 or -1 (all) to 2^31 - 1
 underscore: --model moe.bin --batch-size 1_0
     --batch-size: 1_0, expected an integer, 1 to 65536
 blank: --model moe.bin --seq-len '30 '

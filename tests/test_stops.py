@@ -1,4 +1,4 @@
-"""Where stop strings end a text, and what of it may be told before that is known: random cases against the whole text."""
+"""Where stop strings end a text, and what may be told before that is known: random cases against the whole text."""
 
 import random
 
@@ -29,7 +29,7 @@ class Table(Codec):
 
 
 def reference(text, strings, is_included=False):
-    """(the text that is left, whether a stop string ended it) by the rule: the first to be complete, then the longest."""
+    """(the text that is left, whether a stop string ended it): by the first to be complete, then the longest."""
     found = [(text.find(string) + len(string), -len(string)) for string in strings if string in text]
     if not found:
         return text, False
@@ -117,7 +117,8 @@ def test_where_tokens_end_changes_nothing():
 
 
 @pytest.mark.parametrize("text, strings, expected", [
-    ("abcdef", ("cd",), "ab"), ("abcdef", ("xy", "ef"), "abcd"), ("abcdef", ("abcdef",), ""), ("abcdef", ("g",), "abcdef"),
+    ("abcdef", ("cd",), "ab"), ("abcdef", ("xy", "ef"), "abcd"), ("abcdef", ("abcdef",), ""),
+    ("abcdef", ("g",), "abcdef"),
     ("abcdef", ("bcd", "cd"), "a"), ("abcdef", ("abcd", "b"), "a"), ("aaab", ("aab",), "a"), ("abab", ("abb",), "abab"),
     ("a\n\nHuman: b", ("\n\nHuman:", "\n"), "a"), ("ababac", ("abac",), "ab"), ("中文中", ("中文中",), ""),
     ("hello", ("lo", "hello", "o"), "")])
