@@ -5,6 +5,7 @@ import json
 import re
 import time
 
+from colibri import conversation
 from colibri.choices import Asked, Choice
 from colibri.fields import drawn_seed, integer
 from colibri.messages import FIELDS, transcript
@@ -32,7 +33,7 @@ HARMLESS = {  # what changes no answer: notes of a client's own, and hints
 KINDS = {str: "a string", bool: "true or false", dict: "an object"}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 BODY = {"model", "stream_options", "tokens", *INPUT.values(), *itertools.chain(*OF_ANSWER.values()), *NEUTRAL,
-        *HARMLESS, *itertools.chain(*RENAMED.values())}
+        *HARMLESS, *conversation.FIELDS, *itertools.chain(*RENAMED.values())}
 PARTS = "|".join(("role", "content", *FIELDS, *STREAM_OPTIONS, r"\d+"))
 PARAM = re.compile(fr"(\w+)(?:\[\d+\]|\.(?:{PARTS}))*")  # what an error names a field by
 
@@ -64,10 +65,14 @@ class Answer:
 
     def _make(self, server, body, arrived):
         """Makes the requests."""
+        self._of_template = conversation.FIELDS if self._asked.is_chat and server.chat else ()
         values, reader = self._values(body), server.reader
         count = self._count(body, server.engine.num_slots)
-        prompts = [("prompt", "messages", transcript(body["messages"]))] if self._asked.is_chat else \
-            _prompts(body["prompt"])
+        if self._asked.is_chat:
+            prompts = [("prompt", "messages", conversation.conversation(server.chat, body) if server.chat else
+                        transcript(body["messages"]))]
+        else:
+            prompts = _prompts(body["prompt"])
         if count * len(prompts) > server.scheduler.most:
             raise Refused(INPUT[self._path], f"{len(prompts)} prompts with {count * len(prompts)} choices",
                           f"at most {server.scheduler.most}, which run and wait at once",
@@ -87,9 +92,10 @@ class Answer:
     def _values(self, body):
         """Returns the fields that all requests have; null is a field left out."""
         values, renamed, source = {"id": self.id}, RENAMED[self._path], INPUT[self._path]
-        known = ("model", source, "stream_options", *OF_ANSWER[self._path], *renamed, *NEUTRAL, *HARMLESS)
+        known = ("model", source, "stream_options", *OF_ANSWER[self._path], *renamed, *NEUTRAL, *HARMLESS,
+                 *self._of_template)
         for name, value in body.items():
-            if value is None or name == "model":
+            if value is None or name == "model" or name in self._of_template:
                 continue
             if name not in known:
                 raise Refused(shown(name), "unsupported field", "one of " + ", ".join((

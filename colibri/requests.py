@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from colibri import fields
 from colibri.arrays import Rows, check_replaceable
+from colibri.chat import Conversation, NotRendered
 from colibri.errors import ColibriError
 from colibri.fields import boolean, integer
 from colibri.refused import HIDDEN, Refused, hiding, refusing, shown, wrong
@@ -54,7 +55,7 @@ class Request:
     includes_stop: bool = False       # the text ends after what ended it, not before
     rows: Rows = None                 # of a bare stack, in place of a prompt
     encode: object = None             # returns (prompt, max_new_tokens), on any thread; None: they are set
-    size: int = 0                     # of what it encodes: characters or numbers
+    size: float = 0                   # of what it encodes: characters or numbers; inf: a template's
     max_new_tokens: int = MAX_NEW_TOKENS
     sampler: Sampler = PLAIN
     seed: int = None                  # that was drawn for it; None: it had one, or needs none
@@ -215,7 +216,7 @@ class Reader:
         if "output" in values:
             raise Refused("output", "given", "only with input", "leave it out")
         values, seed = fields.with_seed(values, terms.seed)
-        request.sampler = fields.sampler(values, label, self._checkpoint)
+        request.sampler = fields.sampler({**self._checkpoint.settings.sampling, **values}, label, self._checkpoint)
         request.seed = seed if request.sampler.temperature > 0 else None
         least = 0 if terms.has_echo or request.sampler.prompt_logprobs is not None else 1
         count = integer(values, "max_new_tokens", least, None, label) if "max_new_tokens" in values else None
@@ -236,13 +237,15 @@ class Reader:
 
     def _prompt(self, request, values, name, label, count):
         """Leaves what is to be checked of a prompt, and its way into tokens, to request.encode()."""
-        prompt, special = values[name], boolean(values, "add_special_tokens", label, True)
+        prompt = values[name]
+        special = boolean(values, "add_special_tokens", label, not isinstance(prompt, Conversation))
         text = functools.partial(self._text, special=special)
-        kind, expected, convert = ((str, "a string", text) if name == "prompt" else
+        kind, expected, convert = (((str, Conversation), "a string", text) if name == "prompt" else
                                    (list, "a list of integers", self._numbers))
         if not isinstance(prompt, kind):
             raise wrong(label[name], prompt, expected)
-        request.used, request.size = self.codec() if name == "prompt" else None, len(prompt)
+        request.used = self.codec() if name == "prompt" else None
+        request.size = math.inf if isinstance(prompt, Conversation) else len(prompt)
         request.encode = functools.cache(functools.partial(self._encode, request.id, convert, prompt, label[name],
                                                            count))
 
@@ -285,7 +288,11 @@ class Reader:
             return used.decode(numbers)
 
     def _text(self, text, name, special):
-        """Returns (tokens, what one is called)."""
+        """Returns (tokens, what one is called). text: a string, or a Conversation, whose template says all of them."""
+        try:
+            text = text if isinstance(text, str) else text.text(self.max_text_bytes, name)
+        except NotRendered as error:
+            raise Refused.of(error, code=error.code, logged=HIDDEN) from None
         data, used = _utf8(text, name), self.codec()
         if len(data) > self.max_text_bytes and used.unit != "byte":  # of bytes, the number is that of the tokens
             rule = self._engine.context_rule(-(-len(data) // used.longest))
