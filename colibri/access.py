@@ -2,11 +2,11 @@
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import re
 
 from colibri.errors import ColibriError
+from colibri.listen import is_loopback
 from colibri.refused import HIDDEN, Refused
 
 MAX_KEY_BYTES = 1 << 20  # of a file of keys
@@ -83,12 +83,6 @@ class Access:
         return [("access-control-allow-methods", ", ".join(methods)),
                 *([("access-control-allow-headers", wanted)] if wanted else []),
                 ("access-control-max-age", str(PREFLIGHT_SECONDS))]
-
-
-def is_loopback(address):
-    """Returns whether an IP address is of this machine alone; raises ValueError for what is no address."""
-    address = ipaddress.ip_address(address.partition("%")[0])
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def digest(key):

@@ -10,7 +10,6 @@ import resource
 import socket
 import stat
 
-from colibri.access import is_loopback
 from colibri.errors import ColibriError
 
 BACKLOG = 4096    # connections that the kernel keeps until they are accepted
@@ -167,6 +166,12 @@ def _bound(family, where):
         listening.close()
         raise
     return listening
+
+
+def is_loopback(address):
+    """Returns whether an IP address is of this machine alone; raises ValueError for what is no address."""
+    address = ipaddress.ip_address(address.partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _is_local(listening):
