@@ -298,12 +298,13 @@ def test_choices_of_a_stream(service, client):
 
 def test_one_that_fails_is_the_answer(service):
     before = service.metric('errors_total{code="too_long"}')
+    cancelled = service.metric('requests_total{finish="cancelled"}')
     for stream in (False, True):
         status, _, text = ask(service, "POST", "/v1/completions", {
             "model": MODEL, "prompt": [PROMPT, "x" * 513, PROMPT], "max_tokens": 300, "stream": stream})
         assert "prompt[1]: 513 bytes, expected at most 512" in text and "[DONE]" not in text
         assert status == 400 or stream
-    service.wait_for("running_requests", 0)
+    service.wait_for('requests_total{finish="cancelled"}', cancelled + 4)  # the others of each
     assert service.metric('errors_total{code="too_long"}') == before + 2
 
 
