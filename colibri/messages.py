@@ -1,4 +1,4 @@
-"""The messages of a chat, as clients send them: which fields they may have, and their content as text."""
+"""The messages of a chat with a model that has no chat template: fields they may have, and their content as text."""
 
 from colibri import chat
 from colibri.refused import HIDDEN, Refused, shown, wrong
@@ -64,5 +64,5 @@ def _content(content, where):
 
 
 def transcript(messages):
-    """Returns the messages as a prompt, for a model without a chat template."""
+    """Returns the messages as a prompt for a model without a chat template."""
     return chat.transcript([{**message, "content": message["content"] or ""} for message in checked(messages)])

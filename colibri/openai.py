@@ -69,8 +69,7 @@ class Answer:
         values, reader = self._values(body), server.reader
         count = self._count(body, server.engine.num_slots)
         if self._asked.is_chat:
-            prompts = [("prompt", "messages", conversation.conversation(server.chat, body) if server.chat else
-                        transcript(body["messages"]))]
+            prompts = [("prompt", "messages", chat_prompt(body, server.chat))]
         else:
             prompts = _prompts(body["prompt"])
         if count * len(prompts) > server.scheduler.most:
@@ -95,7 +94,7 @@ class Answer:
         known = ("model", source, "stream_options", *OF_ANSWER[self._path], *renamed, *NEUTRAL, *HARMLESS,
                  *self._of_template)
         for name, value in body.items():
-            if value is None or name == "model" or name in self._of_template:
+            if value is None or name in ("model", *self._of_template):
                 continue
             if name not in known:
                 raise Refused(shown(name), "unsupported field", "one of " + ", ".join((
@@ -185,6 +184,11 @@ class Answer:
             if self._with_usage:
                 yield json.dumps({**self._fields, "choices": [], "usage": self._usage()}).encode()
             yield b"[DONE]"
+
+
+def chat_prompt(body, chat):
+    """Returns the prompt of a body's messages: a Conversation where the model has a template, else their text."""
+    return conversation.conversation(chat, body) if chat else transcript(body["messages"])
 
 
 def check_model(body, name):

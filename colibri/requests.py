@@ -274,11 +274,11 @@ class Reader:
             return tokens, count(len(tokens))
 
     def tokens(self, text, name, special):
-        """Returns the tokens of a text, which may be more than the context holds."""
+        """Returns the tokens of a string or a Conversation, which may be more than the context holds."""
         with refusing(None):
             used = copy.copy(self.codec())
             used.most = math.inf
-            return self._encoded(used, _utf8(text, name), name, special)
+            return self._encoded(used, self._utf8(text, name)[1], name, special)
 
     def text(self, numbers, name):
         """Returns the text of tokens."""
@@ -289,11 +289,8 @@ class Reader:
 
     def _text(self, text, name, special):
         """Returns (tokens, what one is called). text: a string, or a Conversation, whose template says all of them."""
-        try:
-            text = text if isinstance(text, str) else text.text(self.max_text_bytes, name)
-        except NotRendered as error:
-            raise Refused.of(error, code=error.code, logged=HIDDEN) from None
-        data, used = _utf8(text, name), self.codec()
+        text, data = self._utf8(text, name)
+        used = self.codec()
         if len(data) > self.max_text_bytes and used.unit != "byte":  # of bytes, the number is that of the tokens
             rule = self._engine.context_rule(-(-len(data) // used.longest))
             raise Refused(name, f"{len(data)} bytes",
@@ -301,6 +298,16 @@ class Reader:
                           code="too_long")
         self._check_start(text, name, special)
         return self._encoded(used, data, name, special), used.unit
+
+    def _utf8(self, text, name):
+        """Returns a string, or a Conversation's prompt, and its bytes."""
+        try:
+            text = text if isinstance(text, str) else text.text(self.max_text_bytes, name)
+            return text, text.encode()
+        except NotRendered as error:
+            raise Refused.of(error, code=error.code, logged=HIDDEN) from None
+        except UnicodeEncodeError:
+            raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
 
     def _encoded(self, used, data, name, special):
         try:
@@ -412,14 +419,6 @@ def leading_id(data, where="line"):
     found = LEADING_ID.match(data[:1000]) if where == "line" else None
     with contextlib.suppress(ValueError):  # of an escape that is none
         return json.loads(found[1]) if found else None
-
-
-def _utf8(text, name):
-    """Returns the bytes of a text of JSON."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
 
 
 def _has_bare(data, count):

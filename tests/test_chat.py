@@ -14,10 +14,10 @@ import time
 
 import pytest
 import text_models
+from asking import ask
 from conftest import ROOT, program
 from refusals import line_of
 from service import SLOW, TIMEOUT, Service
-from test_http import ask
 
 from colibri.checkpoint import Checkpoint
 from colibri.text import codec

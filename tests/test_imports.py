@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "coding": ("refused",), "access": ("listen", "refused", "errors"), "messages": ("chat", "refused"),
     "choices": ("logprobs", "stops"), "conversation": ("chat", "refused", "errors"),
     "openai": ("choices", "conversation", "fields", "messages", "refused", "requests", "sampling"),
-    "tokens": ("messages", "openai", "refused"),
+    "tokens": ("conversation", "openai", "refused"),
     "http": ("coding", "connection", "intake", "metrics", "openai", "refused", "tokens", "errors"),
     "server": ("access", "arrays", "chat", "connection", "http", "intake", "listen", "log", "metrics", "refused", "requests",
                "scheduler", "stdio", "errors"),
