@@ -80,8 +80,8 @@ def model_fields(random):
 def bin_case(random):
     """Returns (the first bytes, the size) of a damaged file."""
     fields, dtype = model_fields(random), str(random.choice(["f32", "f16", "bf16"]))
-    tokenizer = bytes(int(random.integers(1, 100))) if random.integers(4) == 0 else b""
-    header, directory = bin_writer.plan(fields, dtype, tokenizer)
+    sections = [bytes(int(random.integers(1, 100))) if random.integers(4) == 0 else b"" for _ in range(2)]
+    header, directory = bin_writer.plan(fields, dtype, *sections)
     for _ in range(random.integers(0, 4)):
         damage_header(random, header)
     if random.integers(2) and header["num_layers"] < 100:  # a directory that agrees with the damaged header
@@ -89,8 +89,8 @@ def bin_case(random):
             changed = {name: header[name].tolist() for name in HEADER.names}
             changed |= {name: [layer for layer in range(128) if headers.in_mask(header[name], layer)]
                         for name in ("window_layers", "dense_layers")}
-            planned, directory = bin_writer.plan(changed, dtype, tokenizer)
-            for name in ("file_bytes", "num_tensors", "tokenizer_offset"):
+            planned, directory = bin_writer.plan(changed, dtype, *sections)
+            for name in ("file_bytes", "num_tensors", "tokenizer_offset", "settings_offset"):
                 header[name] = planned[name]
     size = min(int(header["file_bytes"]), MAX_FILE_BYTES)
     for _ in range(random.integers(0, 3)):

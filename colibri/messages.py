@@ -1,5 +1,6 @@
-"""The messages of a chat, as clients send them: which fields they may have, and their content as text."""
+"""The messages of a chat with a model that has no chat template: fields they may have, and their content as text."""
 
+from colibri import chat
 from colibri.requests import HIDDEN, Refused, shown, wrong
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -63,6 +64,5 @@ def _content(content, where):
 
 
 def transcript(messages):
-    """Returns the messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
-    lines = [f"{message['role']}: {message['content'] or ''}\n" for message in checked(messages)]
-    return "".join(lines) + "assistant:"
+    """Returns the messages as a prompt for a model without a chat template."""
+    return chat.transcript([{**message, "content": message["content"] or ""} for message in checked(messages)])

@@ -5,6 +5,7 @@ import json
 import re
 import time
 
+from colibri import conversation
 from colibri.messages import FIELDS, transcript
 from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
 
@@ -23,7 +24,8 @@ HARMLESS = {  # what changes no answer: notes of a client's own, and hints
     "safety_identifier": str}
 KINDS = {str: "a string", bool: "true or false", dict: "an object"}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-BODY = {"model", "stream_options", "tokens", *INPUT.values(), *NEUTRAL, *HARMLESS, *itertools.chain(*RENAMED.values())}
+BODY = {"model", "stream_options", "tokens", *INPUT.values(), *NEUTRAL, *HARMLESS, *conversation.FIELDS,
+        *itertools.chain(*RENAMED.values())}
 PARTS = "|".join(("role", "content", *FIELDS, *STREAM_OPTIONS))
 PARAM = re.compile(fr"(\w+)(?:\[\d+\]|\.(?:{PARTS}))*")  # what an error names a field by
 
@@ -51,9 +53,10 @@ class Answer:
     def _values(self, body):
         """Returns the fields of a request; null is a field left out."""
         values, renamed, source = {"id": self.id}, RENAMED[self._path], INPUT[self._path]
-        known = ("model", source, "stream_options", *renamed, *NEUTRAL, *HARMLESS)
+        of_template = conversation.FIELDS if self._is_chat and self._server.chat else ()
+        known = ("model", source, "stream_options", *renamed, *NEUTRAL, *HARMLESS, *of_template)
         for name, value in body.items():
-            if value is None or name == "model":
+            if value is None or name in ("model", *of_template):
                 continue
             if name not in known:
                 raise Refused(shown(name), "unsupported field",
@@ -74,7 +77,7 @@ class Answer:
         if body.get(source) is None:
             raise Refused(source, "missing", "a list of messages" if self._is_chat else "a string")
         if self._is_chat:
-            values["prompt"] = transcript(body["messages"])
+            values["prompt"] = chat_prompt(body, self._server.chat)
         else:
             name, value = _prompt(body["prompt"])
             values[name] = value
@@ -126,6 +129,11 @@ class Answer:
         """Returns the JSON of an event. count: tokens so far."""
         usage = {"usage": self._usage(count) if self._counts else None} if self._with_usage else {}
         return json.dumps({**self._fields, "choices": [{**self._choice(text, finish), **dict(more)}], **usage})
+
+
+def chat_prompt(body, chat):
+    """Returns the prompt of a body's messages: a Conversation where the model has a template, else their text."""
+    return conversation.conversation(chat, body) if chat else transcript(body["messages"])
 
 
 def check_model(body, name):

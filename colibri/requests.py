@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from colibri.arrays import Rows, check_replaceable
+from colibri.chat import Conversation, NotRendered
 from colibri.errors import ColibriError, sentence
 from colibri.report import counted, percentile
 from colibri.sampling import Sampler, check_sampler
@@ -75,7 +76,7 @@ class Request:
     used: object = None               # the Codec of its text; None: token numbers in and out
     rows: Rows = None                 # of a bare stack, in place of a prompt
     encode: object = None             # returns (prompt, max_new_tokens), on any thread; None: they are set
-    size: int = 0                     # of what it encodes: characters or numbers
+    size: float = 0                   # of what it encodes: characters or numbers; inf: a template's
     max_new_tokens: int = MAX_NEW_TOKENS
     sampler: Sampler = GREEDY
     stream: bool = False
@@ -186,8 +187,8 @@ class Reader:
         if "output" in values:
             raise Refused("output", "given", "only with input", "leave it out")
         count = _integer(values, "max_new_tokens", 1, None, label) if "max_new_tokens" in values else None
-        request.sampler = _sampler(values, label)
-        special = _boolean(values, "add_special_tokens", label, True)
+        request.sampler = _sampler(values, label, self._checkpoint.settings.sampling)
+        special = _boolean(values, "add_special_tokens", label, not isinstance(values.get("prompt"), Conversation))
         self._prompt(request, values[given[0]], given[0], label, count, special)
         return request
 
@@ -204,11 +205,12 @@ class Reader:
     def _prompt(self, request, prompt, name, label, count, special):
         """Leaves what is to be checked of a prompt, and its way into tokens, to request.encode()."""
         text = functools.partial(self._text, special=special)
-        kind, expected, convert = ((str, "a string", text) if name == "prompt" else
+        kind, expected, convert = (((str, Conversation), "a string", text) if name == "prompt" else
                                    (list, "a list of integers", self._numbers))
         if not isinstance(prompt, kind):
             raise wrong(label[name], prompt, expected)
-        request.used, request.size = self.codec() if name == "prompt" else None, len(prompt)
+        request.used = self.codec() if name == "prompt" else None
+        request.size = math.inf if isinstance(prompt, Conversation) else len(prompt)
         request.encode = functools.partial(self._encode, request.id, convert, prompt, label[name],
                                            label["max_new_tokens"], count)
 
@@ -224,11 +226,11 @@ class Reader:
             return tokens, self._count(len(tokens), count, count_name)
 
     def tokens(self, text, name, special):
-        """Returns the tokens of a text, which may be more than the context holds."""
+        """Returns the tokens of a string or a Conversation, which may be more than the context holds."""
         with _refusing(None):
             used = copy.copy(self.codec())
             used.most = math.inf
-            return self._encoded(used, _utf8(text, name), name, special)
+            return self._encoded(used, self._utf8(text, name)[1], name, special)
 
     def text(self, numbers, name):
         """Returns the text of tokens."""
@@ -238,8 +240,9 @@ class Reader:
             return used.decode(numbers)
 
     def _text(self, text, name, special):
-        """Returns (tokens, what one is called)."""
-        data, used = _utf8(text, name), self.codec()
+        """Returns (tokens, what one is called). text: a string, or a Conversation, whose template says all of them."""
+        text, data = self._utf8(text, name)
+        used = self.codec()
         if len(data) > self.max_text_bytes and used.unit != "byte":  # of bytes, the number is that of the tokens
             rule = self._engine.context_rule(-(-len(data) // used.longest))
             raise Refused(name, f"{len(data)} bytes",
@@ -247,6 +250,16 @@ class Reader:
                           code="too_long")
         self._check_start(text, name, special)
         return self._encoded(used, data, name, special), used.unit
+
+    def _utf8(self, text, name):
+        """Returns a string, or a Conversation's prompt, and its bytes."""
+        try:
+            text = text if isinstance(text, str) else text.text(self.max_text_bytes, name)
+            return text, text.encode()
+        except NotRendered as error:
+            raise Refused.of(error, code=error.code, logged=HIDDEN) from None
+        except UnicodeEncodeError:
+            raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
 
     def _encoded(self, used, data, name, special):
         try:
@@ -358,14 +371,6 @@ def leading_id(data, where="line"):
         return json.loads(found[1]) if found else None
 
 
-def _utf8(text, name):
-    """Returns the bytes of a text of JSON."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
-
-
 def _has_bare(data, count):
     """Returns whether more than count bytes of JSON stand outside of strings."""
     start = bare = 0
@@ -448,10 +453,10 @@ def _integer(values, name, low, high, label):
     return value
 
 
-def _sampler(values, label):
-    """Returns a Sampler of JSON numbers; check_sampler knows their ranges."""
+def _sampler(values, label, model):
+    """Returns a Sampler of JSON numbers; check_sampler knows their ranges. model: its authors' values, for others."""
     fields = {}
-    for name, default in GREEDY._asdict().items():
+    for name, default in {**GREEDY._asdict(), **model}.items():
         value = fields[name] = values.get(name, default)
         if type(value) not in (int, float):
             raise wrong(label[name], value, "a number")

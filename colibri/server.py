@@ -12,6 +12,7 @@ import traceback
 
 from colibri.access import Access
 from colibri.arrays import abandon
+from colibri.chat import Chat
 from colibri.connection import Lines
 from colibri.errors import ColibriError
 from colibri.intake import Intake
@@ -37,6 +38,9 @@ class Server:
     def __init__(self, engine, options):
         self.engine, self.options = engine, options
         self.reader = Reader(engine)
+        settings = engine.checkpoint.settings
+        has_chat = options.http is not None and settings.chat_templates
+        self.chat = Chat(settings, engine.checkpoint.path) if has_chat else None
         self.metrics = Metrics(FINISHES, CODES)
         self.access = Access(options.keys, options.cors, options.http and split("--http", options.http)[0])
         self.max_connections = max(1, min(MAX_CONNECTIONS, (number_of_files() - SPARE_FILES) // 2))
@@ -63,6 +67,8 @@ class Server:
             for listener in self._listeners:
                 listener.close()
             self._intake.close()
+            if self.chat:
+                self.chat.close()
             self.log.close()
         error = self.scheduler.error or self._error
         if error is not None:
@@ -100,8 +106,19 @@ class Server:
         self.loop.call_later(CHECK_SECONDS, self._check)
         gc.collect()
         gc.freeze()  # the model's objects: no collection looks at them again
+        settings, said = self._settings()
         shown = ", ".join(place if name == "serve" else f"{name} {place}" for name, place in places.items())
-        self.log.event("serving", f"serving {self.name} on {shown}", model=self.name, **places)
+        self.log.event("serving", ", ".join([f"serving {self.name} on {shown}", *said]), model=self.name, **places,
+                       **settings)
+
+    def _settings(self):
+        """Returns what a request need not say and the model's file does, as values and in words: whether chats have a
+        template, and how tokens are drawn.
+        """
+        sampling = self.engine.checkpoint.settings.sampling
+        lacks = self.options.http is not None and not self.chat
+        return ({**({"chat_template": False} if lacks else {}), **sampling},
+                [*(["no chat template"] * lacks), *(f"{name} {value:g}" for name, value in sampling.items())])
 
     def _signal(self, number):
         """Asks for an end the first time, and makes one the second time."""

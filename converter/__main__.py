@@ -166,7 +166,7 @@ def convert(options):
     dtype = dtypes["expert_t"] or dtypes["dense_t"]
     if (dtypes["dense_t"] or dtype) != dtype:
         fields["dense_dtype"] = headers.default().codes("DTYPE")[dtypes["dense_t"]] + 1
-    header, directory = bin_writer.plan(fields, dtype, plan.text.tokenizer)
+    header, directory = bin_writer.plan(fields, dtype, *plan.text.sections)
     label = f"{dtype}, but {dtypes['dense_t']} beside the experts" if fields["dense_dtype"] else dtype
     if options.dry_run:
         return say(_report(plan, header, directory, label, bound.ignored))
@@ -175,7 +175,7 @@ def convert(options):
         return _contents(name, bound.sources[name], fields, {"float": "f32", **dtypes}[kinds[name]])
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
-        bin_writer.write(file, header, directory, contents, bar.update, plan.text.tokenizer)
+        bin_writer.write(file, header, directory, contents, bar.update, plan.text.sections)
         sources.check_storages(bound.sources)
     left_out = plan.input.left_out + bound.ignored
     say(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "

@@ -32,7 +32,7 @@ def describe(plan):
     common = max((tensor.dtype for tensor in tensors.values() if tensor.dtype in interleave.KEPT),
                  key=dtypes.__getitem__, default="bfloat16")
     dtype = interleave.KEPT[common] if not any("float8" in name or name == "uint8" for name in dtypes) else "bf16"
-    header, _ = bin_writer.plan(fields, dtype, plan.text.tokenizer)
+    header, _ = bin_writer.plan(fields, dtype, *plan.text.sections)
     needed, memory, gpu = int(header["file_bytes"]) + _state_bytes(masked), _memory_bytes(), _gpu_bytes()
     total = sum(prod(tensor.shape) for tensor in table)
     idle = sum(prod(tensor.shape) for tensor in table if len(tensor.shape) == 3) * (
@@ -49,7 +49,8 @@ def describe(plan):
             "bin_dtype": dtype, "bin_bytes": int(header["file_bytes"]), "needed_bytes": needed, "memory_bytes": memory,
             "fits": needed <= memory, "gpu_memory_bytes": gpu,
             "fits_gpu": gpu and dtype != "f32" and needed <= gpu,  # which has products of 16-bit weights alone
-            "end_tokens": plan.text.eos, "tokenizer": bool(plan.text.tokenizer),
+            "end_tokens": plan.text.eos, "tokenizer": bool(plan.text.sections[0]),
+            "chat_templates": list(plan.text.settings["chat_templates"]), "sampling": plan.text.settings["sampling"],
             "missing": [f"a choice of {flag}" for flag in plan.unknown] + plan.absent + bound.missing,
             "extra": bound.extra, "left_out": plan.input.left_out + bound.ignored}
 
@@ -78,6 +79,8 @@ def _lines(figures):
                              + (", but it runs no f32 weights" if figures["bin_dtype"] == "f32" else ""),
             "text": f"tokenizer.json {'found' if figures['tokenizer'] else 'not found'}, ends at "
                     f"{short(figures['end_tokens'])}",
+            "chat templates": short(figures["chat_templates"]),
+            "sampling": short([f"{name} {value}" for name, value in figures["sampling"].items()]),
             "missing": short(figures["missing"]), "extra": short(figures["extra"]),
             "left out": short(figures["left_out"])}
     return [f"{name + ':':<20}{value}" for name, value in rows.items()]

@@ -134,7 +134,10 @@ typedef struct BinHeader {
     uint32_t expert_dtype;      /* of the experts' matrices: 0 weight_dtype, else a DTYPE code + 1 */
     uint32_t dense_dtype;       /* of every other matrix, likewise */
     uint32_t compute_dtype;     /* 16 bits, of operands and caches beside weights of few bits; likewise */
-    uint32_t reserved[34];      /* 0 */
+    uint64_t settings_offset;   /* JSON: chat templates, special tokens, sampling; a multiple of DATA_ALIGNMENT; 0: none */
+    uint64_t settings_bytes;
+    uint32_t settings_crc32;
+    uint32_t reserved[29];      /* 0 */
 } BinHeader;                    /* 512 bytes */
 
 typedef struct BinTensor {

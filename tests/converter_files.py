@@ -117,11 +117,12 @@ def read_bin(path):
         dtype = {0: "<f4", 1: "<f2", 2: "<u2"}[int(entry["dtype"])]
         gated = bool(header["gated"]) and name.endswith(("experts_up", "mlp_up"))
         arrays[name] = _unpanelled(np.frombuffer(data[offset:end], dtype), entry["shape"][:entry["rank"]], gated)
-    if header["tokenizer_bytes"]:
-        start, size = int(header["tokenizer_offset"]), int(header["tokenizer_bytes"])
-        assert start % 4096 == 0 and 0 <= start - end < 4096 and not any(data[end:start])
-        end = start + size
-        assert zlib.crc32(data[start:end]) == header["tokenizer_crc32"]
+    for section in ("tokenizer", "settings"):
+        start, size = int(header[f"{section}_offset"]), int(header[f"{section}_bytes"])
+        if size:
+            assert start % 4096 == 0 and 0 <= start - end < 4096 and not any(data[end:start])
+            end = start + size
+            assert zlib.crc32(data[start:end]) == header[f"{section}_crc32"]
     assert len(data) - end < 4096 and not any(data[end:])
     return header, arrays
 

@@ -171,7 +171,14 @@ no model: --prompt hello
 option of another run: --model moe.bin --prompt hello --repeat 3
     --repeat: given, expected only without --prompt; leave it out
 sampling without prompt: --model moe.bin --top-k 3
-    --top-k: given, expected only with --prompt; leave it out
+    --top-k: given, expected only with --prompt or --chat; leave it out
+system without chat: --model moe.bin --prompt x --system y
+    --system: given, expected only with --chat; leave it out
+prompt with chat: --model moe.bin --chat --prompt x
+    --prompt: given, expected only without --chat; leave it out
+chat with a stack: --model stack.bin --chat
+    stack.bin: vocab_size=0, expected tokens for a prompt; this is a bare stack of MoE layers, use --input, or a latency
+    run
 input alone: --model stack.bin --input x.npy
     --output: missing, expected with --input; hidden states go from --input to --output
 output over input: --model stack.bin --input x.npy --output ./x.npy

@@ -101,7 +101,8 @@ def test_every_line_of_a_log_in_json(moe_32):
     _, rest = process.communicate(timeout=TIMEOUT)
     serving, stopping, terminated = ({**json.loads(line), "time": ""} for line in lines)
     assert process.returncode == 143 and rest == b""
-    assert serving == {"time": "", "event": "serving", "model": "moe-32.bin", "serve": "stdin", "http": serving["http"]}
+    assert serving == {"time": "", "event": "serving", "model": "moe-32.bin", "serve": "stdin", "http": serving["http"],
+                       "chat_template": False}
     assert re.fullmatch(r"127.0.0.1:\d+", serving["http"])
     assert stopping == {"time": "", "event": "stopping", "requests": 1}
     assert terminated == {"time": "", "event": "terminated"}

@@ -8,6 +8,7 @@ import text_models
 from asking import MODEL, ask, message
 from conftest import program
 from service import Service
+from test_chat import TEMPLATES, made
 
 from colibri.tokens import TOKENS
 
@@ -59,6 +60,27 @@ def test_they_are_those_of_a_completion(words):
         _, answered = post(words, path, model="words.bin", max_tokens=1, **{name: value})
         _, found = post(words, "/tokenize", model="words.bin", **{name: value})
         assert found["count"] == answered["usage"]["prompt_tokens"] == len(found["tokens"])
+
+
+def test_messages_of_a_template(tmp_path):
+    """Those of the prompt that it makes, of which it says all special tokens."""
+    path = made(tmp_path / "chat", TEMPLATES["plain"])
+    messages = [{"role": "user", "content": "It is", "name": "bob"}]
+    prompt = "<s><|im_start|>user\nIt is<|im_end|><|im_start|>assistant\n"
+    with Service(path, tmp_path) as service:
+        for fields, text in (({}, prompt), ({"chat_template_kwargs": {"thinking": False}}, prompt + "-\n"),
+                             ({"add_generation_prompt": False}, prompt[:-len("<|im_start|>assistant\n")]),
+                             ({"tools": [{"type": "x"}], "tool_choice": "none"}, prompt)):
+            body = {"model": "chat.bin", "messages": messages, **fields}
+            _, expected = post(service, "/tokenize", prompt=text, add_special_tokens=False)
+            _, found = post(service, "/tokenize", **body)
+            assert found == expected, fields
+            _, answered = post(service, "/v1/chat/completions", **body, max_tokens=1)
+            assert answered["usage"]["prompt_tokens"] == found["count"]
+        status, got = post(service, "/tokenize", messages=[{"role": "user", "content": "stop"}])
+        assert status == 400 and "never say stop" in got["error"]["message"] and got["error"]["param"] == "messages"
+        assert post(service, "/tokenize", prompt="x", tools=[{}])[0] == 400
+        assert service.stop() == 0
 
 
 def test_more_than_the_context(words, tokenizer):
