@@ -36,7 +36,7 @@ def servers(moe_32, service, engine, tmp_path_factory):
 
 def test_every_client_is_there():
     assert set(RECORDED) >= {"openai-python", "openai-node", "litellm", "langchain-openai", "llama-index", "llm",
-                             "aider", "inspect-ai", "guidellm", "ai-sdk", "prometheus", "nginx"}
+                             "aider", "inspect-ai", "lm-eval", "guidellm", "ai-sdk", "prometheus", "nginx"}
     assert all(recorded["client"] and recorded["requests"] for recorded in RECORDED.values())
 
 
