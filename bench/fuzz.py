@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.program import ROOT, Seconds, amount, make_parser, run
-from colibri import build, headers, requests
+from colibri import build, headers, refused, requests
 from colibri.checkpoint import FLAGS, FLOATS, Checkpoint
 from colibri.engine import Engine
 from colibri.errors import ColibriError
@@ -328,9 +328,9 @@ def fuzz_request(random, folder, counts):
         request = reader.request(values)
         if request.encode:
             request.prompt, request.max_new_tokens = request.encode()
-    except requests.Refused as error:
+    except refused.Refused as error:
         text = str(error)
-        if error.code not in requests.CODES or not text.isprintable() or len(text) > 2500:
+        if error.code not in refused.CODES or not text.isprintable() or len(text) > 2500:
             raise Failure(f"{error.code}: {text[:200]!r}") from error
         raise
     counts["taken"] += 1

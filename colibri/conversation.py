@@ -2,7 +2,7 @@
 
 from colibri.chat import Conversation
 from colibri.errors import ColibriError
-from colibri.requests import HIDDEN, Refused, shown, wrong
+from colibri.refused import HIDDEN, Refused, shown, wrong
 
 # Fields of a body, beside messages, that a template sees or that say how it is rendered.
 FIELDS = ("tools", "tool_choice", "documents", "chat_template_kwargs", "add_generation_prompt",

@@ -9,10 +9,11 @@ import numpy as np
 from colibri import library as libraries
 from colibri import native
 from colibri.checkpoint import Checkpoint
+from colibri.draws import Draws
 from colibri.errors import ColibriError, between
 from colibri.library import DISPATCH
 from colibri.model import Model
-from colibri.sampling import check_samplers
+from colibri.sampling import History, check_samplers
 from colibri.session import Session, check_work
 from colibri.weights import HostMemory, check_threads
 
@@ -73,6 +74,7 @@ class Engine:
             self.why_host = str(error)
             self.library = libraries.open_library(self.checkpoint, "host", build)
             self._open(HostMemory, context)
+        self._draws = Draws(self.library, header["vocab_size"])
         self._free_slots = list(range(self.num_slots))[::-1]
         self.path = self.library.path(self.memory.code).decode()
         whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
@@ -108,7 +110,7 @@ class Engine:
         """Appends tokens to sessions, all of them in as few library calls as the tokens fit in.
 
         work:     [(session, tokens)], each session once, tokens at least one int of the vocabulary
-        samplers: None, or for each session a Sampler, or None where its next token is not wanted
+        samplers: None, or for each session a Sampler, a History, or None where its next token is not wanted
         every:    logits after every token, not only after each session's last
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         A session that a step fails for is as it was; of a model with windows, if its tokens were at most max_piece.
@@ -162,12 +164,25 @@ class Engine:
             self._model.run(self.library.forward_logits if start else self.library.forward, num_tokens, len(logits))
             rows = [row for row, *_ in logits]
             if is_sampled:
-                for row, token in zip(rows, self.batch.fields["sampled"][:len(rows)].tolist()):
-                    results[row] = token
+                self._take(logits, results)
             elif rows:
                 results[rows] = self._model.state("logits", len(rows))
                 _check_finite("step: the logits", results[rows], rows)
         return left, taken
+
+    def _take(self, wanted, results):
+        """Puts the tokens of a call's logits into the results; those of a History are drawn now. wanted: fill()'s"""
+        tokens = self.batch.fields["sampled"][:len(wanted)].tolist()
+        later = [(i, sampler, position) for i, (_, _, sampler, position) in enumerate(wanted)
+                 if isinstance(sampler, History)]
+        if later:
+            logits = self._model.state("logits", later[-1][0] + 1)
+            drawn = self._draws.run(logits, later, int(self._model.struct["num_threads"][0]))
+            for (i, _, _), token in zip(later, drawn):
+                tokens[i] = token
+        for (row, *_), token in zip(wanted, tokens):
+            if row is not None:
+                results[row] = token
 
     def _compute_again(self, session, tokens):
         """Computes the keys and values of a session's earlier tokens, [] or all, for its new length of rope."""

@@ -117,7 +117,7 @@ def _add_text_options(add):
     add("--system", metavar="TEXT", help="what a conversation begins with: who the model is, how it answers")
     add("--temperature", type=number(), metavar="X",
         help="0 is greedy (default: as the model's authors set it, else 0)")
-    add("--top-k", type=integer(0), metavar="N", help="draw from the N likeliest; 0: all")
+    add("--top-k", type=integer(-1), metavar="N", help="draw from the N likeliest; 0 or -1: all")
     add("--top-p", type=number(), metavar="X", help="draw from the likeliest that together reach X; 1: all")
 
 
@@ -305,8 +305,13 @@ def run_text(engine, options, meter, prepared):
     _show(pieces.rest(), options)
     if not options.json:
         _print("\n")
-    return {"text": pieces.text(), "prompt_tokens": len(prompt), "new_tokens": new_tokens, **sampler._asdict(),
+    return {"text": pieces.text(), "prompt_tokens": len(prompt), "new_tokens": new_tokens, **_drawn(sampler),
             "sampling_is": options.sampling_is}
+
+
+def _drawn(sampler):
+    """Returns what options say of it."""
+    return {name: getattr(sampler, name) for name in (*TEXT_OPTIONS, "seed")}
 
 
 def run_chat(engine, options, meter, dialogue):
@@ -315,7 +320,7 @@ def run_chat(engine, options, meter, dialogue):
     dialogue.run(engine, meter, options.sampler)
     if not options.json and dialogue.counts["turns"]:
         _print("")
-    return {"messages": dialogue.messages, **dialogue.counts, **options.sampler._asdict(),
+    return {"messages": dialogue.messages, **dialogue.counts, **_drawn(options.sampler),
             "sampling_is": options.sampling_is}
 
 

@@ -35,6 +35,8 @@ int colibri_forward(void *model, int num_tokens, int num_logits);
 int colibri_forward_part(void *model, int num_tokens, int num_logits, int part);
 /* Other logits of the latest step's num_tokens tokens, by the batch's logit_rows and samplers as they are now. */
 int colibri_forward_logits(void *model, int num_tokens, int num_logits);
+/* Draws or scores the token of each struct Draw, with host threads; of either backend's logits. */
+int colibri_draw(void *draws, int num_draws, int num_threads);
 /* One step of a bare MoE stack, in place on state.x. */
 int colibri_forward_stack(void *model, int num_tokens);
 /* One op of ops.h by its name, on the model's state as colibri_forward would call it: for tests and benchmarks. */

@@ -443,9 +443,6 @@ def test_memory_stays_bounded(big_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_leave_nothing(big_checkpoint, tmp_path, number):
-    """Also where the tests run under nohup, whose ignored SIGHUP a process inherits."""
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = start(big_checkpoint, tmp_path / "a.bin")
     while process.poll() is None and not list(tmp_path.iterdir()):
         time.sleep(0.001)

@@ -68,6 +68,15 @@ no context: --model moe.bin --prompt hello --context 0
     --context: 0, expected 1 to 1073741824
 context of a stack: --model stack.bin --input x.npy --output y.npy --context 100
     --context: 100, expected only for a model with attention; stack.bin is a bare stack of MoE layers, leave it out
+no keys: --model moe.bin --http :0 --api-key-file empty.bin
+    --api-key-file: empty.bin: no key, expected at least one, a line each; write one, or leave the option out
+a blank in a key: --model moe.bin --http :0 --api-key-file text.npy
+    --api-key-file: text.npy: a blank or another character than ASCII's in line 1, expected one key a line, of visible
+    ASCII characters; correct it
+keys of lines: --model moe.bin --serve - --api-key-file x.npy
+    --api-key-file: given, expected only with --http; leave it out
+origin with a path: --model moe.bin --http :0 --cors http://localhost:3000/
+    --cors: http://localhost:3000/, expected * or an origin such as http://localhost:3000, without a path; correct it
 context of a server: --model moe.bin --serve - --context 513
     --context: 513, expected at most 512, the model's own positions (max_positions of moe.bin); use fewer
 batch too large for a step: --model moe.bin --batch-size 600
@@ -118,7 +127,7 @@ not a plain number: --model moe.bin --prompt hello --temperature 1_0
 huge temperature: --model moe.bin --prompt hello --temperature 1e300
     --temperature: 1e+300, expected 0 (greedy) to 1e30
 huge top-k: --model moe.bin --prompt hello --temperature 1 --top-k 2147483648
-    --top-k: 2147483648, expected 0 (all) to 2^31 - 1
+    --top-k: 2147483648, expected 0 or -1 (all) to 2^31 - 1
 underscore: --model moe.bin --batch-size 1_0
     --batch-size: 1_0, expected an integer, 1 to 65536
 blank: --model moe.bin --seq-len '30 '

@@ -14,7 +14,7 @@ from synthetic import write_model
 
 from colibri.engine import Engine
 from colibri.errors import ColibriError
-from colibri.requests import Refused
+from colibri.refused import Refused
 from colibri.sampling import Sampler
 from colibri.scheduler import Scheduler
 
