@@ -1,4 +1,4 @@
-"""Measures conversion speed and memory against cp: python -m bench.convert [--gib 1] [--runs 5] [--sharded]
+"""Measures conversion speed and memory against cp: python -m bench.convert [--gib 1] [--runs 5] [--dtype int4]
 
 Makes a GPT-style checkpoint of f16 noise, one .pt or a folder of safetensors shards. Then runs in turns cp, cp followed
 by sync of the copy, and the converter, each a process of its own with the checkpoint in the page cache. Ratios are
@@ -88,7 +88,7 @@ def _int(value):
 
 def measure(command, output):
     """Runs a process that makes `output`, which is then removed. Returns (seconds, peak anonymous KiB sampled every 5
-    ms).
+    ms, the output's bytes).
     """
     os.sync()  # or each would pay for what the one before left unwritten
     started, peak = time.perf_counter(), 0
@@ -103,8 +103,9 @@ def measure(command, output):
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     seconds = time.perf_counter() - started
+    size = 0 if output.is_dir() else output.stat().st_size
     shutil.rmtree(output) if output.is_dir() else output.unlink()
-    return seconds, peak
+    return seconds, peak, size
 
 
 def main():
@@ -113,6 +114,7 @@ def main():
                         help="least size of the checkpoint, in whole layers (default 1)")
     parser.add_argument("--sharded", action="store_true", help="a folder of safetensors instead of a .pt")
     parser.add_argument("--runs", type=count, default=5, metavar="N")
+    parser.add_argument("--dtype", default="keep", help="the converter's option")
     parser.add_argument("--directory", help="where to work (default: the temporary directory)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
@@ -121,13 +123,13 @@ def main():
         files = checkpoint.iterdir() if options.sharded else [checkpoint]
         megabytes = sum(file.stat().st_size for file in files) / 1e6
         convert = [sys.executable, "-m", "converter", checkpoint, output, "--k", "2", "--activation", "gelu",
-                   "--renormalize"]
+                   "--renormalize", "--dtype", options.dtype]
         cp, synced, converter, peaks = [], [], [], []
         for _ in range(options.runs):
             cp.append(measure(["cp", "-rT", checkpoint, copy], copy)[0])
             synced.append(measure(["sh", "-c", 'cp -rT "$0" "$1" && find "$1" -type f -exec sync {} +', checkpoint,
                                    copy], copy)[0])
-            seconds, peak = measure(convert, output)
+            seconds, peak, size = measure(convert, output)
             converter.append(seconds)
             peaks.append(peak)
         for name, other in (("cp", cp), ("cp and sync", synced)):
@@ -136,6 +138,7 @@ def main():
         for name, seconds in (("cp", cp), ("cp and sync", synced), ("converter", converter)):
             print(f"{name}: {statistics.median(seconds):.2f} s, {megabytes / statistics.median(seconds):.0f} MB/s, "
                   f"{min(seconds):.2f} to {max(seconds):.2f} s")
+        print(f"output: {size / 1e6:.0f} MB, {size / 1e6 / statistics.median(converter):.0f} MB/s")
         print(f"peak RssAnon of the converter: {max(peaks) / 1024:.0f} MiB for {megabytes:.0f} MB")
 
 

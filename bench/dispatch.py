@@ -40,7 +40,7 @@ def decode(engine, session, steps, token=65):
 
 def launches(engine, steps):
     """Runs the step that the batch holds again and again. Returns its (host, call, device) seconds."""
-    memory, function, model = engine.memory, engine.library.forward, engine._address
+    memory, function, model = engine.memory, engine.library.forward, engine._model.address
     start, end = (gpu.call("cuEventCreate", 0) for _ in range(2))
     times = []
     for _ in range(steps):
@@ -61,7 +61,7 @@ def op_seconds(engine, op, layer, steps):
     """Returns the time of one op among repetitions of itself."""
     def enqueue():
         for _ in range(REPEAT):
-            engine.library.run_op(engine._address, op.encode(), 1, layer)
+            engine.library.run_op(engine._model.address, op.encode(), 1, layer)
     graph = engine.memory.launcher.capture(enqueue)
     try:
         return gpu.elapsed(graph.launch, engine.memory.stream, steps) / REPEAT

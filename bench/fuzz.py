@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.program import ROOT, Seconds, amount, make_parser, run
-from colibri import build, headers, requests
+from colibri import build, headers, refused, requests
 from colibri.checkpoint import FLAGS, FLOATS, Checkpoint
 from colibri.engine import Engine
 from colibri.errors import ColibriError
@@ -82,9 +82,10 @@ def model_fields(random):
     return fields
 
 
-def planned(fields, dtype, tokenizer):
+def planned(fields, dtype, *sections):
     """Returns the (header, directory) of a file whose tensors in int8 and int4 have some scale."""
-    header, directory = bin_writer.plan(fields, dtype, tokenizer)
+    fields = {**fields, "weight_dtype": headers.default().codes("DTYPE")[dtype]}
+    header, directory = bin_writer.plan(fields, *sections)
     directory["scale"] = [headers.has_scale(code) for code in directory["dtype"]]
     return header, directory
 
@@ -92,8 +93,8 @@ def planned(fields, dtype, tokenizer):
 def bin_case(random):
     """Returns (the first bytes, the size) of a damaged file."""
     fields, dtype = model_fields(random), str(random.choice(["f32", "f16", "bf16"]))
-    tokenizer = bytes(int(random.integers(1, 100))) if random.integers(4) == 0 else b""
-    header, directory = planned(fields, dtype, tokenizer)
+    sections = [bytes(int(random.integers(1, 100))) if random.integers(4) == 0 else b"" for _ in range(2)]
+    header, directory = planned(fields, dtype, *sections)
     for _ in range(random.integers(0, 4)):
         damage_header(random, header)
     if random.integers(2) and header["num_layers"] < 100:  # a directory that agrees with the damaged header
@@ -101,8 +102,8 @@ def bin_case(random):
             changed = {name: header[name].tolist() for name in HEADER.names}
             changed |= {name: [layer for layer in range(128) if headers.in_mask(header[name], layer)]
                         for name in ("window_layers", "dense_layers")}
-            agreeing, directory = planned(changed, dtype, tokenizer)
-            for name in ("file_bytes", "num_tensors", "tokenizer_offset"):
+            agreeing, directory = planned(changed, dtype, *sections)
+            for name in ("file_bytes", "num_tensors", "tokenizer_offset", "settings_offset"):
                 header[name] = agreeing[name]
     size = min(int(header["file_bytes"]), MAX_FILE_BYTES)
     for _ in range(random.integers(0, 3)):
@@ -327,9 +328,9 @@ def fuzz_request(random, folder, counts):
         request = reader.request(values)
         if request.encode:
             request.prompt, request.max_new_tokens = request.encode()
-    except requests.Refused as error:
+    except refused.Refused as error:
         text = str(error)
-        if error.code not in requests.CODES or not text.isprintable() or len(text) > 2500:
+        if error.code not in refused.CODES or not text.isprintable() or len(text) > 2500:
             raise Failure(f"{error.code}: {text[:200]!r}") from error
         raise
     counts["taken"] += 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.program import ROOT
 
-READY = re.compile(r"^serving .* on ([\d.]+):(\d+), http ([\d.]+):(\d+)$")
+READY = re.compile(r"^serving .* on ([\d.]+):(\d+), http ([\d.]+):(\d+)(?:, .*)?$")
 STOP_SECONDS = 60
 
 

@@ -72,6 +72,10 @@ def catalogue(seed):
         if number % 3:
             request |= {"temperature": source.choice([0.5, 0.8, 1.5]), "top_k": source.choice([0, 5]),
                         "top_p": source.choice([1.0, 0.9])}
+        if number % 4 == 0:
+            request |= {"repetition_penalty": 1.2, "min_p": 0.05, "logit_bias": {"101": -1}, "logprobs": number % 3}
+        if "prompt" in request and number % 5 == 0:
+            request["stop"] = source.sample(["\n", "the", ". ", "and he"], 2)
         requests.append(request)
     return requests
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from colibri.sampling import draw
+from colibri.sampling import PLAIN, History, draw
 
 
 class Batch:
@@ -29,15 +29,18 @@ class Batch:
     def fill(self, pending, is_sampled, every):
         """Fills the batch with as many tokens as fit, of no session more than its cache bears.
 
-        pending: [(session, tokens, sampler or None, row of the result for its first logits)]
-        Returns what is left of it, the number of tokens, what it took, and which logits are wanted:
-        [(row of the result, the token in the batch, its sampler, the position of the token that is drawn)].
+        pending: [(session, tokens, Sampler, History or None, row of the result for its first logits)]
+        Returns what is left of it, the number of tokens, what it took, and which logits are wanted: [(row of the
+        result, the token in the batch, its sampler, the position of the token that is drawn or scored)]. The row is
+        None for a prompt's token that is scored.
         """
         left, taken, tokens, wanted = [], [], [], []
         num_tokens = 0
         for session, rest, sampler, row in pending:
             count = min(len(rest), self._max_piece, self.max_tokens - num_tokens)
             rows = 0 if is_sampled and sampler is None else count if every else int(count == len(rest))
+            scored = _num_scored(sampler, session.length, count)
+            rows = min(rows, count - scored)
             if count < len(rest):
                 left.append((session, rest[count:], sampler, row + rows))
             if count == 0:
@@ -45,6 +48,8 @@ class Batch:
             tokens.append(rest[:count])
             num_tokens += count
             taken.append((session, count))
+            for i in range(scored):
+                wanted.append((None, num_tokens - count + i, sampler, session.length + i + 1))
             for i in range(rows):
                 wanted.append((row + i, num_tokens - rows + i, sampler, session.length + count - rows + i + 1))
         self._set_tokens(taken, tokens, num_tokens)
@@ -56,7 +61,9 @@ class Batch:
         self.fields["logit_rows"][:len(logits)] = [token for _, token, _, _ in logits]
         self.fields["num_logits"][0], self.fields["sample"][0] = len(logits), is_sampled
         if is_sampled:
-            self._set_samplers([(sampler, position) for _, _, sampler, position in logits])
+            # rows of a History are drawn later: see colibri.draws
+            self._set_samplers([(PLAIN if isinstance(sampler, History) else sampler, position)
+                                for _, _, sampler, position in logits])
 
     def _set_tokens(self, taken, tokens, num_tokens):
         """taken: [(session, how many tokens)], tokens: [those]"""
@@ -77,5 +84,13 @@ class Batch:
         """drawn: [(sampler, the position that its token will have)]"""
         for name in ("temperature", "top_k", "top_p"):
             self.fields[name][:len(drawn)] = [getattr(sampler, name) for sampler, _ in drawn]
-        self.fields["uniform"][:len(drawn)] = [draw(sampler.seed, position) if sampler.temperature > 0 else 0
-                                               for sampler, position in drawn]
+        self.fields["uniform"][:len(drawn)] = [
+            draw(sampler.seed, position, sampler.choice) if sampler.temperature > 0 else 0
+            for sampler, position in drawn]
+
+
+def _num_scored(sampler, length, count):
+    """Returns after how many of a session's next `count` tokens the one that follows is scored, as a prompt's."""
+    if not isinstance(sampler, History) or not sampler.has_prompt_scores:
+        return 0
+    return min(max(sampler.end - 1 - length, 0), count)

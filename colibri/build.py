@@ -136,7 +136,7 @@ def make_command(checkpoint, arch="host"):
     """The command that a user would type for this model."""
     command = [places.BUILD_COMMAND] + ([] if arch == "host" else [f"ARCH={arch}"])
     needed = defines(checkpoint.header) or not places.IS_CLONE
-    command += [f"MODEL={shlex.quote(str(checkpoint.path))}"] if needed else []
+    command += [f"MODEL={shlex.quote(str(checkpoint.path))}"] if needed and checkpoint.path else []
     options = given_options()
     return command + ([f"DEFINES={shlex.quote(' '.join(options))}"] if options else [])
 
@@ -189,7 +189,8 @@ def _cause(output):
 def _make(library, command, config):
     host = library.parent.name.startswith("host-")
     check_tools("host" if host else library.parent.name.rpartition("-")[0])
-    print(f"building {short(library)}, once for this model: {' '.join(command)}", file=sys.stderr, flush=True)
+    once = "once for this model" if config else "once"
+    print(f"building {short(library)}, {once}: {' '.join(command)}", file=sys.stderr, flush=True)
     # CONFIG goes in ready-made, or make would start a second Python to ask for it.
     options = [part for part in command if part.startswith("ARCH=")] + [f"CONFIG={config}"]
     if not places.IS_CLONE:  # where make runs, its paths have no blanks

@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from colibri import headers
+from colibri import headers, settings
 from colibri.errors import ColibriError
 
 FLAGS = ("gated", "router_bias", "renormalize", "tied_embeddings", "qkv_bias", "attention_out_bias", "sinks",
@@ -23,6 +23,7 @@ FLOATS = ("routed_scaling", "norm_eps", "rope_theta", "attention_scale", "clip_q
           "rope_long_attention_factor", "rope_dynamic_factor",
           "renormalize_min", "router_jitter", "swiglu_alpha", "swiglu_limit", "final_norm_eps", "latent_norm_eps",
           "embedding_multiplier", "residual_multiplier", "logits_multiplier")
+SECTIONS = ("tokenizer", "settings")  # of bytes, behind the tensors
 STORED = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}  # bf16 as its bits; else bytes
 
 
@@ -36,6 +37,7 @@ class Checkpoint:
     eos:          the tokens that end a text, [2, ...]
     bos:          the token that begins a prompt even where tokenizer.json does not put it there, or None
     tokenizer:    the tokenizer.json in the file, bytes; None where there is none
+    settings:     Settings: chat templates, special tokens, sampling
     tensors:      {"layers.0.router": flat read-only array of the stored elements, panel padding included, ...}; of
                   weights of few bits, their bytes
     scales:       {"layers.0.qkv": 0.125, ...}, of the tensors in int8 and int4
@@ -61,7 +63,8 @@ class Checkpoint:
         self._check_layout(directory)
         self.eos = self.header["eos_ids"][:self.header["num_eos"]]
         self.bos = self.header["bos_id"] if self.header["add_bos"] else None
-        self.tokenizer = self._read_tokenizer()
+        self.tokenizer = self._read_section("tokenizer")
+        self.settings = settings.read(self._read_section("settings"), self.path)
 
     def fail(self, got, expected=None, fix="the file is damaged, convert again"):
         raise ColibriError(self.path, got, expected, fix)
@@ -218,28 +221,31 @@ class Checkpoint:
                    (start, start + count * directory.dtype.itemsize, "the directory")]
         regions += [(entry["offset"].item(), entry["offset"].item() + entry["bytes"].item(),
                      entry["name"].decode("latin-1")) for entry in directory]
-        tokenizer, size = self.header["tokenizer_offset"], self.header["tokenizer_bytes"]
-        if tokenizer or size:
-            self.expect(tokenizer % self._constants["DATA_ALIGNMENT"] == 0 and tokenizer + size <= len(self.data),
-                        "tokenizer_offset", tokenizer, f"a multiple of {self._constants['DATA_ALIGNMENT']}, and "
-                        f"{size} bytes from there within the file's {len(self.data)}")
-            regions.append((tokenizer, tokenizer + size, "the tokenizer"))
+        alignment = self._constants["DATA_ALIGNMENT"]
+        for name in SECTIONS:
+            offset, size = self.header[f"{name}_offset"], self.header[f"{name}_bytes"]
+            if offset or size:
+                self.expect(offset % alignment == 0 and offset + size <= len(self.data), f"{name}_offset", offset,
+                            f"a multiple of {alignment}, and {size} bytes from there within the file's "
+                            f"{len(self.data)}")
+                regions.append((offset, offset + size, f"the {name}"))
         regions = sorted(regions) + [(len(self.data), len(self.data), "the end of the file")]
         for (_, end, name), (start, _, following) in itertools.pairwise(regions):
             if start < end:
                 self.fail(f"{following} begins at byte {start}", f"at or after byte {end}, where {name} ends")
-            if start - end >= self._constants["DATA_ALIGNMENT"]:
+            if start - end >= alignment:
                 self.fail(f"{start - end} bytes between {name} and {following} belong to nothing",
-                          f"fewer than {self._constants['DATA_ALIGNMENT']}")
+                          f"fewer than {alignment}")
 
-    def _read_tokenizer(self):
-        start, size = self.header["tokenizer_offset"], self.header["tokenizer_bytes"]
+    def _read_section(self, name):
+        """Returns the bytes of one of SECTIONS; None where there are none."""
+        start, size, crc32 = (self.header[f"{name}_{field}"] for field in ("offset", "bytes", "crc32"))
         if not size:
             return None
-        text = self.data[start:start + size].tobytes()
-        self.expect(zlib.crc32(text) == self.header["tokenizer_crc32"], "tokenizer_crc32", f"0x{zlib.crc32(text):08x}",
-                    f"0x{self.header['tokenizer_crc32']:08x}", "the tokenizer is damaged, convert again")
-        return text
+        data = self.data[start:start + size].tobytes()
+        self.expect(zlib.crc32(data) == crc32, f"{name}_crc32", f"0x{zlib.crc32(data):08x}", f"0x{crc32:08x}",
+                    f"the {name} {'is' if name == 'tokenizer' else 'are'} damaged, convert again")
+        return data
 
 
 def _map(path):

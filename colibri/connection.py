@@ -6,8 +6,10 @@ import re
 import time
 from json.encoder import encode_basestring_ascii
 
+from colibri import logprobs
 from colibri.intake import LARGE
-from colibri.requests import Refused, Request, cancelled_id
+from colibri.refused import Refused
+from colibri.requests import Request, cancelled_id
 
 MAX_UNREAD_BYTES = 4 << 20  # that a client may leave unread before it is dropped ...
 MAX_STALL_SECONDS = 60      # ... and so long it may take nothing of what waits for it, or stop within a message
@@ -124,12 +126,13 @@ class Connection(asyncio.Protocol):
         if not self.running and not self.is_reading:
             self.close()
 
-    def read(self, data):
-        """Handles a message, a large one when another thread has read it."""
+    def read(self, data, size=None):
+        """Handles a message, a large one when another thread has read it. size: what it is taken for, if not its own"""
         self.arrived = self._arrived
-        if len(data) > LARGE:
+        size = len(data) if size is None else size
+        if size > LARGE:
             self.is_reading = True
-            self.server.run(lambda: self.understand(data), len(data), self._was_read)
+            self.server.run(lambda: self.understand(data), size, self._was_read)
             return
         made = error = None
         try:
@@ -198,6 +201,9 @@ class Connection(asyncio.Protocol):
     def progress(self, request):
         """Tells the client of new tokens, or of the end."""
         raise NotImplementedError
+
+    def accepted(self, request):
+        """Tells the client that a request's prompt is in tokens and waits for its turn."""
 
 
 class Lines(Connection):
@@ -277,10 +283,15 @@ class Lines(Connection):
 
     def progress(self, request):
         if request.stream:
-            identity = json.dumps(request.id)
-            for token, piece in request.news():
+            identity, told = json.dumps(request.id), request.told
+            for index, (token, piece) in enumerate(request.news(), told):
                 text = f', "text": {encode_basestring_ascii(piece)}' if request.used else ""
+                if request.sampler.logprobs is not None:
+                    text += f", {json.dumps(logprobs.of_line(request.score(index)))[1:-1]}"
                 self.write(f'{{"id": {identity}, "token": {token}{text}}}\n'.encode())
+            if request.is_over and not request.error and request.rest():
+                rest = encode_basestring_ascii(request.rest())
+                self.write(f'{{"id": {identity}, "token": null, "text": {rest}}}\n'.encode())
         if request.is_over:
             del self.running[request.id]
             self.write(error_line(request.error) if request.error else self._final(request))
@@ -294,6 +305,10 @@ class Lines(Connection):
             values["text"] = request.text()
         else:
             values["ids"] = request.tokens
+        if request.rows is None:
+            values |= logprobs.of_lines(request)
+        if request.seed is not None:
+            values["seed"] = request.seed
         return json.dumps({**values, "finish_reason": request.finish, **request.figures(),
                            "path": self.server.engine.path}).encode() + b"\n"
 

@@ -21,7 +21,8 @@ from colibri.weights import usable_processors
 CPU_FLAGS = ("avx2", "fma", "f16c")
 COLUMNS = 80
 NVCC_SECONDS = 20
-EXTRAS = {"tokenizers": "text, where a model has a tokenizer.json", "h11": "--http",
+EXTRAS = {"tokenizers": "text, where a model has a tokenizer.json",
+          "jinja2": "chats, where a model has a template of them", "h11": "--http",
           "huggingface_hub": "checkpoints by their ids on the Hugging Face Hub"}
 
 

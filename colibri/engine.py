@@ -6,15 +6,16 @@ import time
 
 import numpy as np
 
-from colibri import capacity, native
 from colibri import library as libraries
-from colibri.batch import Batch
+from colibri import native
 from colibri.checkpoint import Checkpoint
+from colibri.draws import Draws
 from colibri.errors import ColibriError, between
 from colibri.library import DISPATCH
-from colibri.sampling import check_samplers
+from colibri.model import Model
+from colibri.sampling import History, check_samplers
 from colibri.session import Session, check_work
-from colibri.weights import HostMemory, check_threads, pointers
+from colibri.weights import HostMemory, check_threads
 
 MAX_SLOTS = 1 << 16
 
@@ -65,15 +66,15 @@ class Engine:
         baked = self.library.baked
         self.num_slots = self.num_slots or min(baked["max_batch"], MAX_SLOTS)
         self.max_tokens = self.library.headers.constants["MAX_STEP_TOKENS"]
-        self._asked = context
         try:
-            self._place(memory)
+            self._open(memory, context)
         except ColibriError as error:
             if backend != "auto" or dispatch or memory is HostMemory:
                 raise
             self.why_host = str(error)
             self.library = libraries.open_library(self.checkpoint, "host", build)
-            self._place(HostMemory)
+            self._open(HostMemory, context)
+        self._draws = Draws(self.library, header["vocab_size"])
         self._free_slots = list(range(self.num_slots))[::-1]
         self.path = self.library.path(self.memory.code).decode()
         whole, parts = time.perf_counter() - start, self.memory.seconds  # a GPU's driver comes before its library
@@ -81,71 +82,12 @@ class Engine:
         library = max(0.0, loaded - opened - before)
         self.seconds = {"library": library, "map": whole - library - sum(parts.values()), **parts}
 
-    def _place(self, memory):
-        """Opens a backend's memory and puts the model there."""
-        self.memory, self._unwatch = memory(self.library), lambda: None
-        try:
-            self._unwatch = self.library.watch(self.checkpoint.path, self.checkpoint.data)
-            self._bind()
-        except BaseException:
-            self._unwatch()
-            self.memory.close()
-            raise
-
-    def _bind(self):
-        """Gives the library the memory that it works in; what it points to is kept in attributes."""
-        library, memory, structs = self.library, self.memory, self.library.headers.structs
-        header = np.frombuffer(self.checkpoint.header_bytes, structs["BinHeader"]).copy()
-        header["num_layers"] = self.num_layers
-        self._choose_context(header)
-        self._buffers = {buffer.name: buffer for buffer in library.headers.state_buffers(header[0], self.num_slots,
-                                                                                         self.context)}
-        sizes = library.headers.cache_values(header[0], self.context)
-        self.max_piece, self._is_limited = sizes["max_piece"], sizes["is_limited"]
-        self._set_rope(header[0])
-        state_bytes = library.state_bytes(memory.code, header.ctypes.data, self.num_slots, self.context)
-        cache_bytes, _ = library.headers.state_bytes(header[0], self.num_slots, self.context)
-        memory.reserve({"weights": self.checkpoint.weight_bytes, "KV cache": cache_bytes,
-                        "workspaces": state_bytes - cache_bytes})
-        self._weights = pointers(self.checkpoint, memory.weights(self.checkpoint), structs)
-        state = memory.state(state_bytes)
-        self.batch = Batch(memory, library.headers, self.max_piece, self._has_rope_lengths)
-        self._model = np.zeros(1, structs["Model"])
-        if self._model.nbytes != library.model_bytes():
-            raise ColibriError(library.file, f"struct Model={library.model_bytes()} bytes",
-                               f"{self._model.nbytes} from native/model.h", "build the library again with make")
-        self._address = self._model.ctypes.data
-        library.bind(self._address, memory.code, header.ctypes.data, self._weights[0].ctypes.data,
-                     self._weights[1].ctypes.data, state, self.batch.address, self.num_slots, self.context,
-                     self.threads, memory.stream)
-        self._place_experts()
-
-    def _choose_context(self, header):
-        """Sets the positions of a session: how many memory holds is known once the backend's is open."""
-        sizes, num_slots = self.library.headers, self.num_slots
-        rest = (self.library.state_bytes(self.memory.code, header.ctypes.data, num_slots, capacity.STEP)
-                - sizes.state_bytes(header[0], num_slots, capacity.STEP)[0] + self.checkpoint.weight_bytes)
-        self.capacity = capacity.choose(self.checkpoint, self._asked, num_slots, lambda positions: (
-            rest + sizes.state_bytes(header[0], num_slots, positions)[0]), self.memory.available())
-        self.context = self.capacity.positions
-
-    def _set_rope(self, header):
-        """Finds out whether frequencies depend on a session's length, and from which on."""
-        is_long, is_dynamic = (header["rope_kind"] == self.library.headers.constants[f"ROPE_{kind}"]
-                               for kind in ("LONG", "DYNAMIC"))
-        original = int(header["rope_original_positions"])
-        self._has_rope_lengths = bool(is_long or is_dynamic) and original < self.context
-        self._rope_original = original if is_long else 0
-
-    def _place_experts(self):
-        """Tells the kernels where each expert stands: as in the file, expert e at place e."""
-        stored, num_experts = self.library.baked["stored_experts"], self.checkpoint.header["num_experts"]
-        if stored != num_experts:
-            raise ColibriError(self.library.file, f"stored_experts={stored}",
-                               f"num_experts={num_experts}, since a model's experts are all in memory",
-                               "leave STORED_EXPERTS out of DEFINES")
-        self._places = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))  # kept while it is copied
-        self.memory.write(int(self._model["state"]["place"][0]), self._places)
+    def _open(self, memory, context):
+        """Puts the model into a backend's memory."""
+        self._model = Model(self.checkpoint, self.library, memory, self.num_slots, self.num_layers, self.threads,
+                            context)
+        self.memory, self.batch, self.context = self._model.memory, self._model.batch, self._model.context
+        self.capacity, self.max_piece = self._model.capacity, self._model.max_piece
 
     @alone
     def session(self):
@@ -168,7 +110,7 @@ class Engine:
         """Appends tokens to sessions, all of them in as few library calls as the tokens fit in.
 
         work:     [(session, tokens)], each session once, tokens at least one int of the vocabulary
-        samplers: None, or for each session a Sampler, or None where its next token is not wanted
+        samplers: None, or for each session a Sampler, a History, or None where its next token is not wanted
         every:    logits after every token, not only after each session's last
         Returns float32 logits (len(work) or the number of all tokens, vocab_size); with samplers, the next tokens.
         A session that a step fails for is as it was; of a model with windows, if its tokens were at most max_piece.
@@ -185,7 +127,7 @@ class Engine:
     @alone
     def spare(self, processors):
         """From the next step on, the host's threads leave so many processors to others. Results do not depend on it."""
-        self._model["num_threads"] = max(1, self.threads - processors)
+        self._model.struct["num_threads"] = max(1, self.threads - processors)
 
     def _step(self, work, samplers, every):
         before = [session.length for session, _ in work]
@@ -193,14 +135,14 @@ class Engine:
             return self._run_all(work, samplers, every)
         except BaseException:
             for (session, tokens), length in zip(work, before):
-                if len(tokens) <= self.max_piece or not self._is_limited:  # else a ring has lost what is before them
+                if len(tokens) <= self.max_piece or not self._model.is_limited:  # else a ring has lost what is before them
                     session.length = length
             raise
 
     def _run_all(self, work, samplers, every):
         pending, num_rows = [], 0
-        for session, tokens in work if self._has_rope_lengths else ():
-            self._compute_again(session, session.rope.begin(session.length, tokens, self._rope_original))
+        for session, tokens in work if self._model.has_rope_lengths else ():
+            self._compute_again(session, session.rope.begin(session.length, tokens, self._model.rope_original))
         for (session, tokens), sampler in zip(work, samplers or [None] * len(work)):
             pending.append((session, tokens, sampler, num_rows))
             num_rows += len(tokens) if every else 1
@@ -219,15 +161,28 @@ class Engine:
         for start in range(0, max(len(wanted), 1), self.batch.max_logits):
             logits = wanted[start:start + self.batch.max_logits]
             self.batch.want(logits, is_sampled)
-            self._run(self.library.forward_logits if start else self.library.forward, num_tokens, len(logits))
+            self._model.run(self.library.forward_logits if start else self.library.forward, num_tokens, len(logits))
             rows = [row for row, *_ in logits]
             if is_sampled:
-                for row, token in zip(rows, self.batch.fields["sampled"][:len(rows)].tolist()):
-                    results[row] = token
+                self._take(logits, results)
             elif rows:
-                results[rows] = self.state("logits", len(rows))
+                results[rows] = self._model.state("logits", len(rows))
                 _check_finite("step: the logits", results[rows], rows)
         return left, taken
+
+    def _take(self, wanted, results):
+        """Puts the tokens of a call's logits into the results; those of a History are drawn now. wanted: fill()'s"""
+        tokens = self.batch.fields["sampled"][:len(wanted)].tolist()
+        later = [(i, sampler, position) for i, (_, _, sampler, position) in enumerate(wanted)
+                 if isinstance(sampler, History)]
+        if later:
+            logits = self._model.state("logits", later[-1][0] + 1)
+            drawn = self._draws.run(logits, later, int(self._model.struct["num_threads"][0]))
+            for (i, _, _), token in zip(later, drawn):
+                tokens[i] = token
+        for (row, *_), token in zip(wanted, tokens):
+            if row is not None:
+                results[row] = token
 
     def _compute_again(self, session, tokens):
         """Computes the keys and values of a session's earlier tokens, [] or all, for its new length of rope."""
@@ -263,8 +218,8 @@ class Engine:
                 self.batch.fields["input"][0] = self.memory.visible(rows)
                 self.batch.fields["num_tokens"][0] = len(rows)
                 self.batch.fields["num_logits"][0] = 0
-                self._run(self.library.forward_stack, len(rows))
-                y[start:start + len(rows)] = self.state("x", len(rows))
+                self._model.run(self.library.forward_stack, len(rows))
+                y[start:start + len(rows)] = self._model.state("x", len(rows))
                 _check_finite("stack: the result", y[start:start + len(rows)], range(start, start + len(rows)))
         return y
 
@@ -282,18 +237,12 @@ class Engine:
     def state(self, name, rows=None):
         """The first rows (None: all) of a buffer of model.h's STATE_BUFFERS, as the last step left it; copy to keep."""
         self._check_open()
-        buffer = self._buffer(name)
-        rows = between("rows", rows, buffer.rows, 0, buffer.rows)
-        return self.memory.read(int(self._model["state"][name][0]), (rows, buffer.columns), buffer.dtype)
+        return self._model.state(name, rows)
 
     def write(self, name, array):
         """Puts rows of a buffer there, before a step or an op that reads them."""
         self._check_open()
-        buffer = self._buffer(name)
-        array = np.ascontiguousarray(array, buffer.dtype)
-        if array.size > buffer.rows * buffer.columns:
-            raise ColibriError(name, f"shape={array.shape}", f"at most {(buffer.rows, buffer.columns)}")
-        self.memory.write(int(self._model["state"][name][0]), array)
+        self._model.write(name, array)
 
     @alone
     def run_op(self, op, num_rows, layer=0):
@@ -301,7 +250,7 @@ class Engine:
         between("num_rows", num_rows, 1, 1, self.max_tokens)
         between("layer", layer, 0, 0, self.num_layers - 1)
         self.batch.fields["num_tokens"][0] = num_rows
-        self._run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
+        self._model.run(lambda model, rows: self.library.run_op(model, op.encode(), rows, layer), num_rows)
 
     @alone
     def pin(self, array):
@@ -319,7 +268,7 @@ class Engine:
     @alone
     def precapture(self):
         """Makes the graphs of decoding now rather than at the first steps that need them."""
-        self.memory.precapture(self._address)
+        self.memory.precapture(self._model.address)
 
     def close(self):
         """Gives the memory back; the engine and its sessions cannot be used afterwards."""
@@ -327,9 +276,8 @@ class Engine:
             return
         with self._lock:
             if self._model is not None:
+                self._model.close()
                 self._model = None
-                self._unwatch()
-                self.memory.close()
 
     def __enter__(self):
         return self
@@ -342,16 +290,6 @@ class Engine:
         if self._model is None:
             raise ColibriError("engine", "closed", "open", "load the model again")
 
-    def _buffer(self, name):
-        if name not in self._buffers:
-            raise ColibriError("buffer", str(name), f"one of {', '.join(self._buffers)}")
-        return self._buffers[name]
-
-    def _run(self, function, *sizes):
-        self.batch.fields["fault"][0] = 0
-        self.memory.launch(function, self._address, *sizes)
-        self.memory.sync()
-        self.library.check(self._address)
 
 
 def _check_finite(what, rows, numbers):

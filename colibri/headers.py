@@ -21,6 +21,7 @@ SCALARS = {"char": "S1", "int32_t": "<i4", "int64_t": "<i8", "uint16_t": "<u2", 
            "float": "<f4", "double": "<f8"}
 POINTER = "<u8"
 ARGUMENTS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
+             "float": ctypes.c_float,
              "char *": ctypes.c_char_p, "void *": ctypes.c_void_p}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
              ast.Mod: operator.mod, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt,

@@ -5,7 +5,9 @@ import contextlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 
-LARGE = 1 << 14  # bytes, characters or numbers; what is larger has a thread of its own, and holds nothing smaller up
+LARGE = 1 << 14     # bytes, characters or numbers; what is larger has a thread of its own, and holds nothing smaller up
+UNKNOWN = math.inf  # size of what a chat template renders, which may take seconds; it holds other chats up alone
+THREADS = {"intake": 1, "intake-large": 1, "intake-chat": 2}
 
 
 class Intake:
@@ -17,7 +19,7 @@ class Intake:
 
     def __init__(self, server):
         self._server = server
-        self._threads = [ThreadPoolExecutor(1, name) for name in ("intake", "intake-large")]
+        self._threads = [ThreadPoolExecutor(count, name) for name, count in THREADS.items()]
         for thread in self._threads:
             thread.submit(int)  # starts it: where there can be none, that is known before there are clients
         self._queues = {}  # {connection: deque of requests, the first of which is at work}
@@ -30,7 +32,7 @@ class Intake:
 
     def run(self, function, size, done):
         """Calls function() on a thread, then done(what it returned, what it raised) on the loop's."""
-        self._threads[size > LARGE].submit(self._work, function, done)
+        self._threads[(size > LARGE) + (size == UNKNOWN)].submit(self._work, function, done)
 
     def _work(self, function, done):
         made = error = None

@@ -1,6 +1,8 @@
 """The sockets that a server listens on: host:port, unix:path, or one that systemd opened."""
 
+import errno
 import fcntl
+import functools
 import ipaddress
 import os
 import re
@@ -12,31 +14,35 @@ from colibri.errors import ColibriError
 
 BACKLOG = 4096    # connections that the kernel keeps until they are accepted
 ACCEPTS = 64      # of them at a time
+ATTEMPTS = 100    # to find a port that is free at both loopbacks
 FIRST_PASSED = 3  # the descriptor of the first socket that systemd passes
 MAX_PATH = 107    # bytes of a Unix socket's name
 FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 class Listener:
-    """One listening socket. option: the one that named it. place: where it is, for the line that says so."""
+    """The sockets of one option: one, or both loopbacks' of :PORT.
+
+    option: the one that named them. place: where the first is, for the line that says so
+    """
 
     def __init__(self, option, address, passed=None):
-        self.option, self.server = option, None
+        self.option, self.sockets, self._servers = option, [], []
         self._path = self._inode = None
         try:
             if passed is not None:
-                self.socket = _passed(option, passed)
-                self.place = _place(self.socket)
+                self.sockets = [_passed(option, passed)]
             elif address.startswith("unix:"):
                 self._path = address.removeprefix("unix:")
-                self.socket, self.place = self._unix(self._path), address
+                self.sockets = [self._unix(self._path)]
             else:
-                self.socket = _tcp(option, address)
-                self.place = _place(self.socket)
+                self.sockets = _tcp(option, address)
         except OSError as error:
             raise ColibriError(option, f"{address}: {error.strerror or error}", "a free address of this machine",
                                "choose another") from None
-        self.socket.setblocking(False)
+        self.place = address if self._path else _place(self.sockets[0])
+        for listening in self.sockets:
+            listening.setblocking(False)
 
     def _unix(self, path):
         """Takes the place of a socket that a killed server left behind, and of nothing else."""
@@ -77,10 +83,16 @@ class Listener:
         raise ColibriError(self.option, f"unix:{path}, in use by another server", "a free name",
                            "choose another, or end that server")
 
+    @property
+    def is_unix(self):
+        return all(listening.family == socket.AF_UNIX for listening in self.sockets)
+
     async def start(self, loop, make):
-        """Gives each connection to a protocol that make() returns."""
-        self.server = await loop.create_server(make, sock=self.socket, backlog=ACCEPTS)
-        self.socket.listen(BACKLOG)  # create_server() has made it as small as its turns
+        """Gives each connection to a protocol that make(is_local) returns. is_local: the socket is a loopback's"""
+        for listening in self.sockets:
+            make_one = functools.partial(make, _is_local(listening))
+            self._servers.append(await loop.create_server(make_one, sock=listening, backlog=ACCEPTS))
+            listening.listen(BACKLOG)  # create_server() has made it as small as its turns
 
     def unlink(self):
         if self._inode is not None:
@@ -94,10 +106,8 @@ class Listener:
     def close(self):
         """Stops listening; connections go on."""
         self.unlink()
-        if self.server is not None:
-            self.server.close()
-        else:
-            self.socket.close()
+        for opened in (*self._servers, *self.sockets[len(self._servers):]):
+            opened.close()
 
 
 def split(option, address):
@@ -107,18 +117,43 @@ def split(option, address):
         raise ColibriError(option, address,
                            f"{'- or HOST:PORT or unix:PATH' if option == '--serve' else 'HOST:PORT'}, "
                            "with a port of 0 to 65535")
-    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _tcp(option, address):
+    """Returns the listening sockets of an address."""
     host, port = split(option, address)
+    if not host:
+        return _loopbacks(port)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError:
         raise ColibriError(option, address, "a host's name with 1 to 63 characters between two dots",
                            "correct it") from None
-    family, kind, protocol, _, where = found[0]
-    listening = socket.socket(family, kind, protocol)
+    family, *_, where = found[0]
+    return [_bound(family, where)]
+
+
+def _loopbacks(port):
+    """Returns sockets of 127.0.0.1 and, where the machine has IPv6, of ::1, for clients that take localhost as that.
+
+    Port 0 becomes one that is free at both.
+    """
+    for attempts_left in reversed(range(ATTEMPTS)):
+        first = _bound(socket.AF_INET, ("127.0.0.1", port))
+        try:
+            return [first, _bound(socket.AF_INET6, ("::1", first.getsockname()[1]))]
+        except OSError as error:
+            if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                return [first]
+            first.close()
+            if port or not attempts_left:
+                raise OSError(error.errno, f"[::1]:{port}: {error.strerror}") from None
+
+
+def _bound(family, where):
+    """Returns a listening socket of TCP."""
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these: a machine that
@@ -131,6 +166,18 @@ def _tcp(option, address):
         listening.close()
         raise
     return listening
+
+
+def is_loopback(address):
+    """Returns whether an IP address is of this machine alone; raises ValueError for what is no address."""
+    address = ipaddress.ip_address(address.partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _is_local(listening):
+    """Returns whether a socket is of a loopback address."""
+    name = listening.getsockname()
+    return isinstance(name, tuple) and is_loopback(name[0])
 
 
 def _passed(option, descriptor):

@@ -1,8 +1,14 @@
 """What a server counts, in Prometheus's text format."""
 
 import bisect
+import functools
+import json
+import os
+import platform
+import resource
 import time
 
+from colibri import __version__
 from colibri.report import process_age, resident_bytes
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -52,15 +58,7 @@ class Metrics:
         """Returns the exposition. state: what inspect() gave."""
         engine, parts = scheduler.engine, []
 
-        def add(name, kind, what, values):
-            """Adds a metric's lines. values: a number, or {label: {value: number}}"""
-            parts.append(f"# HELP colibri_{name} {what}\n# TYPE colibri_{name} {kind}")
-            if not isinstance(values, dict):
-                parts.append(f"colibri_{name} {values}")
-                return
-            (label, numbers), = values.items()
-            parts.extend(f'colibri_{name}{{{label}="{value}"}} {number}' for value, number in numbers.items())
-
+        add = functools.partial(_add, parts)
         add("requests_total", "counter", "Accepted requests that ended, by finish reason.", {"finish": self.requests})
         add("errors_total", "counter", "Errors sent to clients, by code.", {"code": self.errors})
         add("prompt_tokens_total", "counter", "Tokens prefilled; rows of a bare stack.", self.prompt_tokens)
@@ -93,7 +91,40 @@ class Metrics:
                 {"use": state["device_bytes"]})
             add("graph_cache", "gauge", "The cache of CUDA graphs, its counts since the start.",
                 {"what": state["graphs"]})
+        for name, (kind, what, value) in process_figures(self.start).items():
+            _add(parts, name, kind, what, value, prefix="process_")
+        labels = {"version": __version__, "path": engine.path, "python": platform.python_version()}
+        shown = ",".join(f"{name}={json.dumps(text)}" for name, text in labels.items())
+        parts.append("# HELP colibri_build_info What runs: Colibri, its path through the model, and Python.\n"
+                     f"# TYPE colibri_build_info gauge\ncolibri_build_info{{{shown}}} 1")
         return "\n".join(parts) + "\n"
+
+
+def _add(parts, name, kind, what, values, prefix="colibri_"):
+    """Adds a metric's lines. values: a number, or {label: {value: number}}"""
+    name = prefix + name
+    parts.append(f"# HELP {name} {what}\n# TYPE {name} {kind}")
+    if not isinstance(values, dict):
+        parts.append(f"{name} {values}")
+        return
+    (label, numbers), = values.items()
+    parts.extend(f'{name}{{{label}="{value}"}} {number}' for value, number in numbers.items())
+
+
+def process_figures(start):
+    """Returns {name: (kind, what it is, value)}: what Prometheus's own clients tell of their process."""
+    times, soft = os.times(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with open("/proc/self/statm") as file:
+        virtual_pages = int(file.read().split()[0])
+    return {
+        "cpu_seconds_total": ("counter", "Processor time of this process, user and system.", times.user + times.system),
+        "resident_memory_bytes": ("gauge", "Memory of this process that is in RAM.", resident_bytes()),
+        "virtual_memory_bytes": ("gauge", "Addresses that this process has mapped.",
+                                 virtual_pages * resource.getpagesize()),
+        "start_time_seconds": ("gauge", "When the process started, seconds since 1970.", round(start, 3)),
+        "open_fds": ("gauge", "Files that this process has open.", len(os.listdir("/proc/self/fd")) - 1),
+        "max_fds": ("gauge", "Files that this process may have open.",
+                    soft if soft != resource.RLIM_INFINITY else "+Inf")}
 
 
 def inspect(engine):

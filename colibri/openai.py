@@ -5,117 +5,193 @@ import json
 import re
 import time
 
-from colibri.requests import CODES, HIDDEN, Refused, shown, wrong
+from colibri import conversation
+from colibri.choices import Asked, Choice
+from colibri.fields import drawn_seed, integer
+from colibri.messages import FIELDS, transcript
+from colibri.refused import CODES, HIDDEN, Refused, shown, wrong
+from colibri.requests import Terms
+from colibri.sampling import MAX_CHOICES
 
-# OpenAI's names of our fields, and what else a body may have. NEUTRAL: only with a value that asks for nothing.
-COMMON = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stream": "stream",
-          "deadline_ms": "deadline_ms", "max_tokens": "max_new_tokens", "add_special_tokens": "add_special_tokens"}
-RENAMED = {"/v1/completions": COMMON, "/v1/chat/completions": {**COMMON, "max_completion_tokens": "max_new_tokens"}}
+# OpenAI's and vLLM's names of our fields, and what else a body may have. OF_ANSWER: read here. NEUTRAL: only with a
+# value that asks for nothing.
+COMMON = {"max_tokens": "max_new_tokens", **{name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "include_stop_str_in_output",
+    "skip_special_tokens", "deadline_ms", "add_special_tokens")}}
+RENAMED = {"/v1/completions": {**COMMON, "logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"},
+           "/v1/chat/completions": {**COMMON, "max_completion_tokens": "max_new_tokens", "top_logprobs": "logprobs"}}
 INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-NEUTRAL = {"n": (1,), "best_of": (1,), "echo": (False,), "stop": ([],), "suffix": ("",), "logprobs": (False,),
-           "top_logprobs": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
-           "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},)}
-BODY = {"model", "user", "stream_options", *INPUT.values(), *NEUTRAL, *itertools.chain(*RENAMED.values())}
-PARAM = re.compile(r"(\w+)(?:\[\d+\]|\.(?:role|content|include_usage))*")  # what an error names a field by
-ROLES = ("system", "developer", "user", "assistant")
+OF_ANSWER = {"/v1/completions": ("n", "best_of", "echo"), "/v1/chat/completions": ("n", "logprobs")}
+NEUTRAL = {"best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
+           "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+           "response_format": ({"type": "text"},), "modalities": (["text"],)}
+HARMLESS = {  # what changes no answer: notes of a client's own, and hints
+    "user": str, "store": bool, "metadata": dict, "service_tier": str, "parallel_tool_calls": bool,
+    "reasoning_effort": str, "verbosity": str, "prompt_cache_key": str, "prompt_cache_retention": str,
+    "safety_identifier": str}
+KINDS = {str: "a string", bool: "true or false", dict: "an object"}
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+BODY = {"model", "stream_options", "tokens", *INPUT.values(), *itertools.chain(*OF_ANSWER.values()), *NEUTRAL,
+        *HARMLESS, *conversation.FIELDS, *itertools.chain(*RENAMED.values())}
+PARTS = "|".join(("role", "content", *FIELDS, *STREAM_OPTIONS, r"\d+"))
+PARAM = re.compile(fr"(\w+)(?:\[\d+\]|\.(?:{PARTS}))*")  # what an error names a field by
 
 
 class Answer:
-    """A completion in OpenAI's shape: the request of a body, and the objects that answer it."""
+    """A completion in OpenAI's shape: the requests of a body, and the objects that answer it.
+
+    requests: of each prompt in turn, as many as choices are asked for
+    """
 
     numbers = itertools.count(1)
 
     def __init__(self, path, server, body, arrived):
-        _check_model(body, server.name)
-        self._is_chat = path == "/v1/chat/completions"
-        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{next(self.numbers)}"
-        self._path, self._server, self._with_usage, self.has_begun = path, server, False, False
-        self._created = int(time.time())
-        labels = {new: old for old, new in RENAMED[path].items()} | dict.fromkeys(("prompt", "prompt_ids"), INPUT[path])
-        self.request = server.reader.request(self._values(body), arrived, labels)
-        self._fields = {"id": self.id, "object": "text_completion", "created": self._created, "model": server.name}
-        if self._is_chat:
-            self._fields["object"] = "chat.completion.chunk" if self.request.stream else "chat.completion"
-        mark = "\0"  # where a piece of text goes in an event that is made once
-        self._event = json.dumps({**self._fields, "choices": [self._choice(mark, None)]}).split(json.dumps(mark))
+        check_model(body, server.name)
+        is_chat = path == "/v1/chat/completions"
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{next(self.numbers)}"
+        self._path, self._asked = path, Asked(is_chat)
+        self._with_usage = self._counts = False  # usage in the last event, and in all events
+        self.requests, self._choices, self._events = [], {}, {}
+        self._make(server, body, arrived)
+        first = self.requests[0]
+        self._asked.stream, self._unfinished = first.stream, set(self._choices)
+        kind = "text_completion" if not is_chat else f"chat.completion{'.chunk' if first.stream else ''}"
+        self._fields = {"id": self.id, "object": kind, "created": int(time.time()), "model": server.name}
+        if first.seed is not None:
+            self._fields["seed"] = first.seed
+        if first.stream and self._asked.prompt_logprobs is not None:
+            raise Refused("prompt_logprobs", "given with stream", "one of them", "leave one out")
+
+    def _make(self, server, body, arrived):
+        """Makes the requests."""
+        self._of_template = conversation.FIELDS if self._asked.is_chat and server.chat else ()
+        values, reader = self._values(body), server.reader
+        count = self._count(body, server.engine.num_slots)
+        if self._asked.is_chat:
+            prompts = [("prompt", "messages", chat_prompt(body, server.chat))]
+        else:
+            prompts = _prompts(body["prompt"])
+        if count * len(prompts) > server.scheduler.most:
+            raise Refused(INPUT[self._path], f"{len(prompts)} prompts with {count * len(prompts)} choices",
+                          f"at most {server.scheduler.most}, which run and wait at once",
+                          "send fewer at a time, or raise --queue-size")
+        terms = Terms({new: old for old, new in RENAMED[self._path].items()}, drawn_seed(), self._asked.is_chat,
+                      has_text=True, has_echo=self._asked.echo)
+        for field, label, prompt in prompts:
+            terms.labels |= {"prompt": label, "prompt_ids": label}
+            request = reader.request({**values, field: prompt}, arrived, terms)
+            for number in range(count):
+                index = len(self.requests)
+                identity = self.id if count * len(prompts) == 1 else f"{self.id}-{index}"
+                choice = request.choice(identity, number)
+                self.requests.append(choice)
+                self._choices[choice.id] = Choice(index, choice, prompt, self._asked)
 
     def _values(self, body):
-        """Returns the fields of a request; null is a field left out."""
+        """Returns the fields that all requests have; null is a field left out."""
         values, renamed, source = {"id": self.id}, RENAMED[self._path], INPUT[self._path]
-        known = ("model", source, "stream_options", "user", *renamed, *NEUTRAL)
+        known = ("model", source, "stream_options", *OF_ANSWER[self._path], *renamed, *NEUTRAL, *HARMLESS,
+                 *self._of_template)
         for name, value in body.items():
-            if name not in known:
-                raise Refused(shown(name), "unsupported field",
-                              f"one of {', '.join(('model', source, 'stream_options', *renamed))}",
-                              logged={"where": "..."}, field=name[:100])
-            if value is None or name in ("model", "user"):
+            if value is None or name in ("model", *self._of_template):
                 continue
-            if name in NEUTRAL:
-                _check_neutral(name, value)
-            elif name in renamed:
+            if name not in known:
+                raise Refused(shown(name), "unsupported field", "one of " + ", ".join((
+                    "model", source, "stream_options", *OF_ANSWER[self._path], *renamed)),
+                              logged={"where": "..."}, field=name[:100])
+            if name in renamed and not (name == "logprobs" and value is False):
                 if renamed[name] in values:
                     raise Refused(name, "given twice", "max_tokens or max_completion_tokens", "leave one out")
                 values[renamed[name]] = value
-        if "stream_options" in body and body["stream_options"] is not None:
-            self._with_usage = _include_usage(body)
+            elif name in NEUTRAL and name not in OF_ANSWER[self._path]:
+                check_neutral(name, value, NEUTRAL[name])
+            elif name in HARMLESS and not isinstance(value, HARMLESS[name]):
+                raise wrong(name, value, KINDS[HARMLESS[name]])
+        if body.get("stream_options") is not None:
+            options = _stream_options(body)
+            self._with_usage = options["include_usage"]
+            self._counts = self._with_usage and options["continuous_usage_stats"]
         if body.get(source) is None:
-            raise Refused(source, "missing", "a list of messages" if self._is_chat else "a string")
-        if self._is_chat:
-            values["prompt"] = transcript(body["messages"])
-        else:
-            name, value = _prompt(body["prompt"])
-            values[name] = value
+            raise Refused(source, "missing", "a list of messages" if self._asked.is_chat else "a string")
+        return self._chat_values(body, values) if self._asked.is_chat else self._completion_values(body, values)
+
+    def _chat_values(self, body, values):
+        if type(values.get("max_new_tokens")) is int and values["max_new_tokens"] == -1:
+            del values["max_new_tokens"]
+        if _flag(body, "logprobs"):
+            self._asked.logprobs = values.setdefault("logprobs", 0)
+        elif values.pop("logprobs", 0) != 0:
+            raise Refused("top_logprobs", "given", 'only with "logprobs": true', "leave it out")
         return values
 
-    def _choice(self, text, finish):
-        choice = {"index": 0}
-        if not self._is_chat:
-            choice["text"] = text
-        elif self.request.stream:
-            choice["delta"] = {} if finish and not text else {"content": text}
-        else:
-            choice["message"] = {"role": "assistant", "content": text}
-        return {**choice, "logprobs": None, "finish_reason": finish}
+    def _completion_values(self, body, values):
+        asked = self._asked
+        asked.echo, asked.logprobs, asked.prompt_logprobs = (_flag(body, "echo"), values.get("logprobs"),
+                                                             values.get("prompt_logprobs"))
+        if asked.echo and asked.logprobs is not None:
+            given = [value for value in (asked.prompt_logprobs, asked.logprobs) if value is not None]
+            values["prompt_logprobs"] = max(given) if all(type(value) is int for value in given) else given[0]
+        return values
 
-    def _usage(self):
-        prompt, completion = len(self.request.prompt), len(self.request.tokens)
+    def _count(self, body, num_slots):
+        """Returns how many choices each prompt has."""
+        given = {name: body[name] for name in ("n", "best_of") if body.get(name) is not None}
+        most = min(MAX_CHOICES, num_slots)
+        count = integer({"n": 1, **given}, "n", 1, most, {"n": "n"})
+        if not self._asked.is_chat and given.get("best_of", count) != count:
+            raise wrong("best_of", given["best_of"], f"{count}, as n")
+        return count
+
+    def _event(self, choice):
+        """Returns the JSON of an event that has nothing but text, before and after that: it is made once."""
+        if choice.index not in self._events:
+            mark = "\0"
+            self._events[choice.index] = self._chunk(choice.piece(mark)).split(json.dumps(mark))
+        return self._events[choice.index]
+
+    def _chunk(self, choice, count=0):
+        """Returns the JSON of an event. count: tokens so far"""
+        usage = {"usage": self._usage(count) if self._counts else None} if self._with_usage else {}
+        return json.dumps({**self._fields, "choices": [choice], **usage})
+
+    def _usage(self, completion=None):
+        """completion: tokens of the choices, if not all that there are"""
+        prompts = {id(request.prompt): len(request.prompt) for request in self.requests}
+        prompt = sum(prompts.values())
+        completion = sum(len(request.tokens) for request in self.requests) if completion is None else completion
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _text(self):
-        request = self.request
-        return request.text() if request.used else " ".join(map(str, request.tokens))
-
     def whole(self):
-        return {**self._fields, "choices": [self._choice(self._text(), self.request.finish)], "usage": self._usage()}
+        return {**self._fields, "choices": [choice.whole() for choice in self._choices.values()],
+                "usage": self._usage()}
 
-    def events(self):
-        """Yields the data of the server-sent events that are due, JSON as bytes."""
-        request, is_first, self.has_begun = self.request, not self.has_begun, True
-        if is_first and self._is_chat:
-            choice = {**self._choice("", None), "delta": {"role": "assistant", "content": ""}}
-            yield json.dumps({**self._fields, "choices": [choice]}).encode()
-        text = self._piece()
-        if text:
-            yield json.dumps(text).join(self._event).encode()
+    def events(self, request):
+        """Yields the data of the server-sent events that are due of a request, JSON as bytes."""
+        of = self._choices[request.id]
+        for choice, count in of.events():
+            if isinstance(choice, str) and not self._counts:
+                yield json.dumps(choice).join(self._event(of)).encode()
+                continue
+            others = sum(other.told for other in self.requests if other is not request)
+            yield self._chunk(of.piece(choice) if isinstance(choice, str) else choice, others + count).encode()
         if request.is_over and request.error:
             yield json.dumps(error_body(request.error)).encode()
         elif request.is_over:
-            yield json.dumps({**self._fields, "choices": [self._choice("", request.finish)]}).encode()
+            self._unfinished.discard(request.id)
+            if self._unfinished:
+                return
             if self._with_usage:
                 yield json.dumps({**self._fields, "choices": [], "usage": self._usage()}).encode()
             yield b"[DONE]"
 
-    def _piece(self):
-        """Returns the text that is new; token numbers stand in it with a blank between two, as in a text run."""
-        request, is_first = self.request, not self.request.told
-        news = request.news()
-        if request.used:
-            return "".join(piece for _, piece in news) + (request.rest() if request.is_over else "")
-        text = " ".join(str(token) for token, _ in news)
-        return text if is_first or not text else " " + text
+
+def chat_prompt(body, chat):
+    """Returns the prompt of a body's messages: a Conversation where the model has a template, else their text."""
+    return conversation.conversation(chat, body) if chat else transcript(body["messages"])
 
 
-def _check_model(body, name):
+def check_model(body, name):
     """Checks that the body asks for the model that is served."""
     model = body.get("model")
     if model != name:
@@ -123,80 +199,65 @@ def _check_model(body, name):
         raise Refused("model", got, name, code="not_found" if model else "bad_request", logged=HIDDEN)
 
 
-def _check_neutral(name, value):
-    if not any(type(value) in (type(good), float) and value == good for good in NEUTRAL[name]):
-        got, neutral = json.dumps(value)[:60], NEUTRAL[name][0]
-        raise Refused(name, f"{got}, not supported", json.dumps(neutral) if neutral else "none", "leave it out",
-                      logged={"got": "..., not supported"})
+def check_neutral(name, value, neutral):
+    """Checks that a field has one of the values that ask for nothing."""
+    if isinstance(value, dict):
+        value = {key: inner for key, inner in value.items() if inner is not None}
+    if not any(type(value) in (type(good), float) and value == good for good in neutral):
+        raise Refused(name, f"{json.dumps(value)[:60]}, not supported",
+                      json.dumps(neutral[0]) if neutral[0] else "none", "leave it out",
+                      logged={"got": "..., not supported"}, field=name)
 
 
-def _include_usage(body):
+def _stream_options(body):
+    """Returns {name: bool} of STREAM_OPTIONS."""
     options = body["stream_options"]
     if not isinstance(options, dict):
         raise wrong("stream_options", options, "an object such as {\"include_usage\": true}")
-    _check_keys("stream_options", options, ("include_usage",))
-    value = options.get("include_usage", False)
-    if type(value) is not bool:
-        raise wrong("stream_options.include_usage", value, "true or false")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in STREAM_OPTIONS:
+            raise Refused("stream_options", f"{shown(name)}: unknown field", f"one of {', '.join(STREAM_OPTIONS)}",
+                          logged={"got": "...: unknown field"})
+        if type(value) is not bool:
+            raise wrong(f"stream_options.{name}", value, "true or false")
     if not body.get("stream"):
         raise Refused("stream_options", "given", "only with \"stream\": true", "leave it out")
-    return value
+    if given.get("include_obfuscation"):
+        raise Refused("stream_options.include_obfuscation", "true, not supported", "false", "leave it out")
+    return {**dict.fromkeys(STREAM_OPTIONS, False), **given}
 
 
-def _check_keys(where, values, known):
-    """Checks that an object has no other fields than those that are known."""
-    for name in values:
-        if name not in known:
-            raise Refused(where, f"{shown(name)}: unknown field", f"{' and '.join(known)} alone",
-                          logged={"got": "...: unknown field"})
+def _flag(body, name):
+    """Returns a field that is true or false; null and a field left out are false."""
+    value = body.get(name)
+    if value is not None and type(value) is not bool:
+        raise wrong(name, value, "true or false")
+    return bool(value)
 
 
-def _prompt(prompt):
-    """Returns (field, value) of OpenAI's prompt, which may be text, tokens, or a list of one of these."""
+def _prompts(prompt):
+    """Returns [(field, label for errors, value)] of OpenAI's prompt: text, tokens, or a list of such."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        raise Refused("prompt", f"{len(prompt)} prompts", "one", "send a request for each")
-    return ("prompt_ids" if isinstance(prompt, list) else "prompt"), prompt
-
-
-def transcript(messages):
-    """Returns the messages as a prompt, `role: content` a line: a .bin holds no template of a chat."""
-    if not isinstance(messages, list) or not messages:
-        got = "no message" if messages == [] else shown(messages)
-        raise Refused("messages", got, "a list of at least one message", logged=HIDDEN)
-    lines = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise wrong(where, message, "an object with role and content alone")
-        _check_keys(where, message, ("role", "content"))
-        for name, expected in (("role", f"one of {', '.join(ROLES)}"), ("content", "a string, or a list of parts")):
-            if name not in message:
-                raise Refused(f"{where}.{name}", "missing", expected)
-        if message["role"] not in ROLES:
-            raise wrong(f"{where}.role", message["role"], f"one of {', '.join(ROLES)}")
-        lines.append(f"{message['role']}: {_content(message['content'], f'{where}.content')}\n")
-    return "".join(lines) + "assistant:"
-
-
-def _content(content, where):
-    """Returns text, of which content may be a list of parts."""
-    part = "{\"type\": \"text\", \"text\": ...}"
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(where, content, f"a string, or a list of {part}")
-    for index, value in enumerate(content):
-        is_text = isinstance(value, dict) and value.keys() == {"type", "text"} and value["type"] == "text"
-        if not is_text or not isinstance(value["text"], str):
-            raise wrong(f"{where}[{index}]", value, f"{part}, a string and nothing else")
-    return "".join(value["text"] for value in content)
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], (str, list)):
+        return [("prompt_ids" if isinstance(prompt, list) else "prompt", "prompt", prompt)]
+    for index, each in enumerate(prompt):
+        if not isinstance(each, (str, list)):
+            raise wrong(f"prompt[{index}]", each, "a string, or a list of integers")
+    return [("prompt_ids" if isinstance(each, list) else "prompt", f"prompt[{index}]", each)
+            for index, each in enumerate(prompt)]
 
 
 def models(name):
     """Returns the body of /v1/models: the one model that is served."""
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "colibri"}]}
+    return {"object": "list", "data": [model(name, name)]}
+
+
+def model(asked, name):
+    """Returns the body of /v1/models/ID."""
+    check_model({"model": asked}, name)
+    return {"id": name, "object": "model", "created": 0, "owned_by": "colibri"}
 
 
 def error_body(error):

@@ -143,6 +143,7 @@ def table(figures):
         ("backend", f"{figures['backend']}, {counted(figures['threads'], 'thread')}{note}"),
         ("library", figures["library"]),
         *([("context", figures["context_is"])] if "context" in figures else []),
+        *([("sampling", figures["sampling_is"])] if figures.get("temperature") else []),
         ("cold start", f"{sum(cold.values()):.1f} ms: "
                        + ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in cold.items())),
         ("TTFT", _times(figures["ttft_ms"])),

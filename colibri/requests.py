@@ -1,19 +1,25 @@
 """A request: what a client may ask for, checked field by field; the one definition that lines and HTTP share."""
 
 import contextlib
+import copy
 import functools
 import json
 import math
 import os
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from colibri import fields
 from colibri.arrays import Rows, check_replaceable
-from colibri.errors import ColibriError, sentence
+from colibri.chat import Conversation, NotRendered
+from colibri.errors import ColibriError
+from colibri.fields import boolean, integer
+from colibri.refused import HIDDEN, Refused, hiding, refusing, shown, wrong
 from colibri.report import counted, percentile
-from colibri.sampling import Sampler, check_sampler
-from colibri.text import Pieces, codec
+from colibri.sampling import PLAIN, History, Sampler, is_plain
+from colibri.stops import Stops
+from colibri.text import codec
 
 MAX_ID = 128           # characters; a number as an id has 64 bits
 MAX_NAME = 1000        # characters of a file's name
@@ -24,39 +30,12 @@ ESCAPED = 6            # bytes of JSON that a byte of text may take: \\u and fou
 START = 16             # characters for each token of the context, by which a text is seen to be far too long
 SPACED = 16            # bytes that may stand around a token number: a comma and blanks
 INPUTS = ("prompt", "prompt_ids", "input")
-FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "deadline_ms",
-          "add_special_tokens")
-GREEDY = Sampler()
-HIDDEN = {"got": "..."}  # from the log: what a client has sent
+FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "stream", "deadline_ms", "add_special_tokens", *fields.OF_TEXT)
 FINISHES = ("length", "stop", "deadline", "cancelled", "shutdown", "error")
-CODES = {  # of errors, with the HTTP status that says the same
-    "bad_request": 400, "too_long": 400, "not_found": 404, "queue_full": 429, "internal": 500, "shutdown": 503,
-    "too_many_connections": 503, "deadline": 504}
 
 
 LEADING_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*(-?[0-9]{1,19}|"(?:[^"\\]|\\.){0,128}")\s*,', re.DOTALL)
 ID_NAME = re.compile(rb'"id"\s*:')
-
-
-class Refused(ColibriError):
-    """A request that cannot be served.
-
-    code: one of CODES. id: the request's, where it could be read. logged: {part: what the log has in its place}, where
-    a part holds what the client has sent, which may be of a prompt. field: the name of a field that is not known.
-    """
-
-    def __init__(self, where, got=None, expected=None, fix=None, code="bad_request", id=None, logged=None, field=None):
-        super().__init__(where, got, expected, fix)
-        self.code, self.id, self.field, self._logged = code, id, field, logged or {}
-
-    @classmethod
-    def of(cls, error, **more):
-        """Returns a Refused of the parts of an error."""
-        return cls(*error.parts, **more)
-
-    def without_content(self):
-        """Returns the message without what the client has sent."""
-        return sentence(**{**dict(zip(("where", "got", "expected", "fix"), self.parts)), **self._logged})
 
 
 @dataclass(slots=True, eq=False)
@@ -72,42 +51,83 @@ class Request:
     owner: object = None              # has progress(requests): told when there are new tokens, or the end
     prompt: list = field(default_factory=list)
     used: object = None               # the Codec of its text; None: token numbers in and out
+    stop: tuple = ()                  # strings that end the text
+    includes_stop: bool = False       # the text ends after what ended it, not before
     rows: Rows = None                 # of a bare stack, in place of a prompt
     encode: object = None             # returns (prompt, max_new_tokens), on any thread; None: they are set
-    size: int = 0                     # of what it encodes: characters or numbers
+    size: float = 0                   # of what it encodes: characters or numbers; inf: a template's
     max_new_tokens: int = MAX_NEW_TOKENS
-    sampler: Sampler = GREEDY
+    sampler: Sampler = PLAIN
+    seed: int = None                  # that was drawn for it; None: it had one, or needs none
     stream: bool = False
     deadline: float = math.inf
     arrived: float = field(default_factory=time.monotonic)
-    pieces: Pieces = None             # of its text, as far as it was told
     told: int = 0                     # tokens
+    last: str = None                  # the text after them, once it is asked for
     is_over: bool = False             # seen to have a finish
     cancelled: str = ""               # the finish that it shall have, as soon as that may be
     session: object = None
     prefilled: int = 0                # tokens of the prompt, or rows
+    history: History = None           # where a step's own sampling does not do
+    stops: Stops = None               # its text, up to a stop string
+    pieces: list = field(default_factory=list)  # of its text: where it has stop strings, as many as tokens
     tokens: list = field(default_factory=list)
+    ending: int = None                # the token that ended it, which is not among them
     times: list = field(default_factory=list)  # when each token was there
     error: Refused = None
     finish: str = None
 
+    def choice(self, identity, number):
+        """Returns a request of the same, with draws of its own: one of several choices. The prompt is encoded once."""
+        return replace(self, id=identity, sampler=self.sampler._replace(choice=number), prompt=[], pieces=[], tokens=[],
+                       times=[])
+
+    def begin(self, eos):
+        """Makes what its tokens are drawn by. eos: the tokens that end a text of the model"""
+        if not is_plain(self.sampler):
+            self.history = History(self.sampler, self.prompt, eos)
+
+    def take(self, token):
+        """Adds a token that was drawn; returns whether the text has come to a stop string."""
+        if self.history is not None:
+            self.history.add(token)
+        if self.stop:
+            self.pieces.append(self._text().add(token))
+        self.tokens.append(token)  # last: from now on it can be told
+        return bool(self.stop) and self.stops.is_stopped
+
+    def _text(self):
+        if self.stops is None:
+            self.stops = Stops(self.used, self.prompt, self.stop, self.includes_stop, self.sampler.min_tokens)
+        return self.stops
+
     def news(self):
         """Returns [(token, piece of text)] since the last call; the piece is "" within a character and without text."""
-        tokens = self.tokens[self.told:]
-        self.told += len(tokens)
+        before, self.told = self.told, len(self.tokens)
+        tokens = self.tokens[before:self.told]
         if self.used is None:
             return [(token, "") for token in tokens]
-        self.pieces = self.pieces or Pieces(self.used, self.prompt)
-        return [(token, self.pieces.add(token)) for token in tokens]
+        for token in self.tokens[len(self.pieces):self.told]:  # none where there are stop strings
+            self.pieces.append(self._text().add(token))
+        return list(zip(tokens, self.pieces[before:self.told]))
 
     def rest(self):
-        """Returns the text that news() kept back, after the last token."""
-        return self.pieces.rest() if self.pieces else ""
+        """Returns the text after the last token: what news() kept back, and that of the token that ended it."""
+        if self.last is None:
+            text = self._text() if self.used is not None else None
+            self.last = text.rest() if text else ""
+            if text and self.ending is not None and self.includes_stop:
+                self.last += text.add(self.ending) + text.rest()
+        return self.last
 
     def text(self):
         """Returns the whole text: the pieces that were told, and those that were not."""
         self.news()
-        return self.pieces.text()
+        return "".join(self.pieces) + self.rest()
+
+    def score(self, index):
+        """Returns the Score of the answer's token of that index; one more than all is that of the one that ended it."""
+        return self.history.scores[self.history.end + index]
 
     def figures(self):
         """Returns how it went, as the final line and the log say it."""
@@ -117,6 +137,17 @@ class Request:
                 "ttft_ms": round(1e3 * (self.times[0] - self.arrived), 3) if self.times else None,
                 "itl_p50_ms": round(percentile(gaps, 50), 3) if gaps else None,
                 "itl_p99_ms": round(percentile(gaps, 99), 3) if gaps else None}
+
+
+@dataclass(slots=True)
+class Terms:
+    """What requests of one kind have of their own."""
+
+    labels: dict = field(default_factory=dict)  # {field: the name that the client knows it by}, for errors
+    seed: int = None             # for a request without one; None: 0
+    fills_context: bool = False  # with an answer as long as there is room, and one that would be longer is cut
+    has_text: bool = False       # also after a prompt of token numbers, where the model has text
+    has_echo: bool = False       # of the prompt: the answer need not have a token
 
 
 class Reader:
@@ -159,35 +190,39 @@ class Reader:
         return Refused(where, f"more than {most or self.max_bytes} bytes", "fewer",
                        "no prompt that fits the context is as long", code="too_long", id=leading_id(data, where))
 
-    def request(self, values, arrived=None, labels=None):
+    def request(self, values, arrived=None, terms=None):
         """Returns a Request of a dict of FIELDS, with all that takes time left to its encode().
 
         arrived: when its message had, of time.monotonic(); now unless it is given
-        labels: {field: the name that the client knows it by}, for errors
+        terms: those of lines unless they are given
         """
-        label = {**dict(zip(FIELDS, FIELDS)), **(labels or {})}
         identity = _checked_id(values)
-        with _refusing(identity):
-            return self._request(values, time.monotonic() if arrived is None else arrived, label)
+        with refusing(identity):
+            return self._request(values, time.monotonic() if arrived is None else arrived, terms or Terms())
 
-    def _request(self, values, arrived, label):
+    def _request(self, values, arrived, terms):
+        label = {**dict(zip(FIELDS, FIELDS)), **terms.labels}
         _check_names(values, FIELDS)
         given = [name for name in INPUTS if name in values]
         if len(given) != 1:
             got = "missing" if not given else f"given with {given[1]}"
             raise Refused(given[0] if given else "prompt", got, f"exactly one of {', '.join(INPUTS)}")
-        request = Request(values["id"], stream=_boolean(values, "stream", label), arrived=arrived)
+        request = Request(values["id"], stream=boolean(values, "stream", label), arrived=arrived)
         if "deadline_ms" in values:
-            request.deadline = request.arrived + 1e-3 * _integer(values, "deadline_ms", 1, MAX_DEADLINE_MS, label)
+            request.deadline = request.arrived + 1e-3 * integer(values, "deadline_ms", 1, MAX_DEADLINE_MS, label)
         self._check_model(given[0], label)
         if given == ["input"]:
             return self._stack(request, values)
         if "output" in values:
             raise Refused("output", "given", "only with input", "leave it out")
-        count = _integer(values, "max_new_tokens", 1, None, label) if "max_new_tokens" in values else None
-        request.sampler = _sampler(values, label)
-        special = _boolean(values, "add_special_tokens", label, True)
-        self._prompt(request, values[given[0]], given[0], label, count, special)
+        values, seed = fields.with_seed(values, terms.seed)
+        request.sampler = fields.sampler({**self._checkpoint.settings.sampling, **values}, label, self._checkpoint)
+        request.seed = seed if request.sampler.temperature > 0 else None
+        least = 0 if terms.has_echo or request.sampler.prompt_logprobs is not None else 1
+        count = integer(values, "max_new_tokens", least, None, label) if "max_new_tokens" in values else None
+        self._prompt(request, values, given[0], label, functools.partial(self._count, count, label["max_new_tokens"],
+                                                                         terms.fills_context))
+        self._set_text(request, values, label, terms)
         return request
 
     def _check_model(self, name, label):
@@ -200,45 +235,83 @@ class Reader:
             raise Refused(path, "vocab_size=0", f"tokens for {label[name]}",
                           "this is a bare stack of MoE layers, give it an input over --serve")
 
-    def _prompt(self, request, prompt, name, label, count, special):
+    def _prompt(self, request, values, name, label, count):
         """Leaves what is to be checked of a prompt, and its way into tokens, to request.encode()."""
+        prompt = values[name]
+        special = boolean(values, "add_special_tokens", label, not isinstance(prompt, Conversation))
         text = functools.partial(self._text, special=special)
-        kind, expected, convert = ((str, "a string", text) if name == "prompt" else
+        kind, expected, convert = (((str, Conversation), "a string", text) if name == "prompt" else
                                    (list, "a list of integers", self._numbers))
         if not isinstance(prompt, kind):
             raise wrong(label[name], prompt, expected)
-        request.used, request.size = self.codec() if name == "prompt" else None, len(prompt)
-        request.encode = functools.partial(self._encode, request.id, convert, prompt, label[name],
-                                           label["max_new_tokens"], count)
+        request.used = self.codec() if name == "prompt" else None
+        request.size = math.inf if isinstance(prompt, Conversation) else len(prompt)
+        request.encode = functools.cache(functools.partial(self._encode, request.id, convert, prompt, label[name],
+                                                           count))
 
-    def _encode(self, identity, convert, prompt, name, count_name, count):
+    def _set_text(self, request, values, label, terms):
+        """Sets what the answer's text is, and where it ends."""
+        if request.used is None and terms.has_text:
+            request.used = self._codec
+        skips_special = boolean(values, "skip_special_tokens", label, True)
+        request.stop = fields.stops(values, label)
+        request.includes_stop = boolean(values, "include_stop_str_in_output", label)
+        if request.stop and request.used is None:
+            raise Refused(label["stop"], "given", "only with a prompt of text, whose answer is text",
+                          "give stop_token_ids")
+        if request.used is not None and not skips_special:
+            request.used = request.used.with_special()
+
+    def _encode(self, identity, convert, prompt, name, count):
         """Returns (the prompt's tokens, how many may follow)."""
-        with _refusing(identity):
+        with refusing(identity):
             tokens, unit = convert(prompt, name)
             if not tokens:
                 raise Refused(name, f"0 {unit}s", "at least 1", "the model needs something to continue")
             if len(tokens) > self._engine.context:
                 raise Refused(name, f"{len(tokens)} {unit}s", f"at most {self._engine.context_rule(len(tokens))}",
                               code="too_long")
-            return tokens, self._count(len(tokens), count, count_name)
+            return tokens, count(len(tokens))
+
+    def tokens(self, text, name, special):
+        """Returns the tokens of a string or a Conversation, which may be more than the context holds."""
+        with refusing(None):
+            used = copy.copy(self.codec())
+            used.most = math.inf
+            return self._encoded(used, self._utf8(text, name)[1], name, special)
+
+    def text(self, numbers, name):
+        """Returns the text of tokens."""
+        with refusing(None):
+            used = self.codec()
+            self._check_numbers(numbers, name)
+            return used.decode(numbers)
 
     def _text(self, text, name, special):
-        """Returns (tokens, what one is called)."""
-        try:
-            data = text.encode()
-        except UnicodeEncodeError:
-            raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
+        """Returns (tokens, what one is called). text: a string, or a Conversation, whose template says all of them."""
+        text, data = self._utf8(text, name)
         used = self.codec()
         if len(data) > self.max_text_bytes and used.unit != "byte":  # of bytes, the number is that of the tokens
             rule = self._engine.context_rule(-(-len(data) // used.longest))
             raise Refused(name, f"{len(data)} bytes",
                           f"at most {self.max_text_bytes}, {used.longest} for each token of a context of {rule}",
                           code="too_long")
+        self._check_start(text, name, special)
+        return self._encoded(used, data, name, special), used.unit
+
+    def _utf8(self, text, name):
+        """Returns a string, or a Conversation's prompt, and its bytes."""
         try:
-            self._check_start(text, name, special)
-            return used.encode(data, name, special), used.unit
-        except Refused:
-            raise
+            text = text if isinstance(text, str) else text.text(self.max_text_bytes, name)
+            return text, text.encode()
+        except NotRendered as error:
+            raise Refused.of(error, code=error.code, logged=HIDDEN) from None
+        except UnicodeEncodeError:
+            raise Refused(name, "half a surrogate pair", "text", "send whole characters") from None
+
+    def _encoded(self, used, data, name, special):
+        try:
+            return used.encode(data, name, special)
         except ColibriError as error:
             raise Refused.of(error, logged=HIDDEN) from None
 
@@ -246,22 +319,27 @@ class Reader:
         """Refuses a text of which a part is too many tokens by far, whatever follows: the whole may take seconds."""
         context = self._engine.context
         start = text[:START * context]
-        if len(start) < len(text) and len(self.codec().encode(start.encode(), name, special)) > 2 * context:
+        if len(start) < len(text) and len(self._encoded(self.codec(), start.encode(), name, special)) > 2 * context:
             raise Refused(name, f"more than {2 * context} {self.codec().unit}s",
                           f"at most {self._engine.context_rule(2 * context)}", code="too_long")
 
     def _numbers(self, numbers, name):
         if len(numbers) <= self._engine.context:  # else their number alone is wrong enough
-            vocab_size = self._checkpoint.header["vocab_size"]
-            for index, token in enumerate(numbers):
-                if type(token) is not int:
-                    raise wrong(f"{name}[{index}]", token, "an integer")
-                if not 0 <= token < vocab_size:
-                    raise wrong(f"{name}[{index}]", token, f"0 to {vocab_size - 1}")
+            self._check_numbers(numbers, name)
         return numbers, "token"
 
-    def _count(self, prompt_tokens, count, name):
+    def _check_numbers(self, numbers, name):
+        vocab_size = self._checkpoint.header["vocab_size"]
+        for index, token in enumerate(numbers):
+            if type(token) is not int:
+                raise wrong(f"{name}[{index}]", token, "an integer")
+            if not 0 <= token < vocab_size:
+                raise wrong(f"{name}[{index}]", token, f"0 to {vocab_size - 1}")
+
+    def _count(self, count, name, fills_context, prompt_tokens):
         room = self._engine.room(prompt_tokens)
+        if fills_context:
+            return room if count is None else min(count, room)
         if count is None:
             return min(MAX_NEW_TOKENS, room)
         if count > room:
@@ -272,8 +350,8 @@ class Reader:
         return count
 
     def _stack(self, request, values):
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stream", "add_special_tokens"):
-            if name in values:
+        for name in FIELDS:
+            if name in values and name not in ("id", "input", "output", "deadline_ms"):
                 raise Refused(name, "given", "only with prompt or prompt_ids", "leave it out")
         for name in ("input", "output"):
             value = values.get(name)
@@ -285,13 +363,13 @@ class Reader:
         if os.path.realpath(name) == os.path.realpath(output):
             raise Refused("output", output, "another file than input", "choose another name", logged=HIDDEN)
         try:
-            with _hiding(f"output: {output}", "output: ..."):
+            with hiding(f"output: {output}", "output: ..."):
                 check_replaceable(output, f"output: {output}")
             os.close(os.open(os.path.dirname(output) or ".", os.O_PATH | os.O_DIRECTORY))  # the folder is there
         except OSError as error:
             raise Refused("output", f"{output}, {error.strerror}", "a file's name",
                           logged={"got": f"..., {error.strerror}"}) from None
-        with _hiding(name):
+        with hiding(name):
             request.rows = Rows(name, output, self._checkpoint)
         return request
 
@@ -363,27 +441,6 @@ def _string_end(data, start):
     return len(data)
 
 
-@contextlib.contextmanager
-def _refusing(identity):
-    """Makes what is wrong with a request a Refused that has its id."""
-    try:
-        yield
-    except Refused as error:
-        error.id = identity
-        raise
-    except ColibriError as error:
-        raise Refused.of(error, id=identity) from None
-
-
-@contextlib.contextmanager
-def _hiding(where, logged="..."):
-    """Makes an error a Refused. where: of an error, a client's name of a file. logged: what the log has in its place"""
-    try:
-        yield
-    except ColibriError as error:
-        raise Refused.of(error, logged={"where": logged} if error.where == where else None) from None
-
-
 def cancelled_id(values):
     """Returns the id in {"cancel": id}, or None where it is a request."""
     if "cancel" not in values:
@@ -408,49 +465,3 @@ def _checked_id(values, name="id"):
     if not good:
         raise wrong(name, value, rule)
     return value
-
-
-def _boolean(values, name, label, default=False):
-    value = values.get(name, default)
-    if type(value) is not bool:
-        raise wrong(label[name], value, "true or false")
-    return value
-
-
-def _integer(values, name, low, high, label):
-    value = values[name]
-    limit = f"{low} to {high}" if high else f"{low} or more"
-    if type(value) is not int or value < low or (high and value > high):
-        raise wrong(label[name], value, f"an integer, {limit}")
-    return value
-
-
-def _sampler(values, label):
-    """Returns a Sampler of JSON numbers; check_sampler knows their ranges."""
-    fields = {}
-    for name, default in GREEDY._asdict().items():
-        value = fields[name] = values.get(name, default)
-        if type(value) not in (int, float):
-            raise wrong(label[name], value, "a number")
-    try:
-        return check_sampler(Sampler(**fields))
-    except ColibriError as error:
-        name, expected = error.where, error.expected
-        if name == "top_p" and 0 < fields[name] < 1:
-            expected = "at least 1e-45, which is more than 0 as a float32, and at most 1"
-        raise wrong(label[name], fields[name], expected) from None
-
-
-def wrong(where, value, expected):
-    """Returns a Refused for a value of the client's."""
-    return Refused(where, shown(value), expected, logged=HIDDEN)
-
-
-def shown(value):
-    """Returns a value for an error: short, on one line, in ASCII."""
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    if type(value) is int and abs(value) >> 64:
-        return "a number of more than 64 bits"
-    text = json.dumps(value[:41] if isinstance(value, str) else value)
-    return text if len(text) <= 40 else text[:40] + "..."

@@ -18,6 +18,7 @@ from colibri import __version__, build, program, report, serve
 from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
 from colibri.capacity import MAX_CONTEXT
 from colibri.checkpoint import Checkpoint
+from colibri.dialogue import Dialogue
 from colibri.engine import MAX_SLOTS, Engine
 from colibri.library import BACKENDS, DISPATCH
 from colibri.sampling import Sampler, check_sampler
@@ -28,9 +29,11 @@ USAGE = """python -m colibri.run --model FILE [options]
        python -m colibri.run --doctor [--model FILE]"""
 
 DESCRIPTION = """\
-Runs a model. Three kinds of run, each ending in a table of its figures:
+Runs a model. Four kinds of run, each ending in a table of its figures:
   --prompt TEXT    text: the continuation streams to stdout (--prompt-ids: token
                    numbers, in and out)
+  --chat           a conversation: a line is a message, its answer streams to
+                   stdout
   --input X.npy --output Y.npy
                    a bare stack of MoE layers: hidden states in and out
   neither          latency: random tokens, prefilled, then decoded, timed
@@ -41,11 +44,13 @@ examples:
   python -m colibri.run --model moe-32.bin --prompt "It was the custom of "
   python -m colibri.run --model moe-32.bin --prompt @chapter.txt \\
       --temperature 0.8 --top-p 0.9 --seed 7
+  python -m colibri.run --model qwen3.bin --chat --system "Answer briefly."
   python -m colibri.run --model moe-32.bin --batch-size 8 --seq-len 256 --json
   python -m colibri.run --model stack.bin --input x.npy --output y.npy
   python -m colibri.run --model moe-32.bin --serve :8041 --http :8042"""
 
 TEXT_OPTIONS = ("temperature", "top_k", "top_p")
+CHAT_OPTIONS = ("chat", "system")
 LATENCY_OPTIONS = ("batch_size", "seq_len", "warmup", "repeat")
 NEW_TOKENS = {"text": 200, "latency": 16}
 PROMPT_BYTES = 16 << 20  # that are read, so that an endless pipe does not take all memory; no context is as long
@@ -68,8 +73,8 @@ def parse(arguments):
     if options.model is None:
         parser.error("the following arguments are required: --model")
     is_text = options.prompt is not None or options.prompt_ids is not None
-    options.kind = "text" if is_text else "latency"
-    if not is_text and (options.input, options.output) != (None, None):
+    options.kind = "chat" if options.chat else "text" if is_text else "latency"
+    if options.kind == "latency" and (options.input, options.output) != (None, None):
         options.kind = "stack"
     if options.serve is not None or options.http is not None:
         options.kind = "serve"
@@ -108,8 +113,11 @@ def _add_options(parser):
 def _add_text_options(add):
     add("--prompt", metavar="TEXT|@FILE|-", help="the text to continue, a file of it, or - for stdin")
     add("--prompt-ids", metavar="17,4,25|@FILE|-", help="the same as token numbers, in and out")
-    add("--temperature", type=number(), metavar="X", help="0 (default) is greedy")
-    add("--top-k", type=integer(0), metavar="N", help="draw from the N likeliest; 0: all")
+    add("--chat", action="store_true", default=None, help="a conversation: lines of the terminal, or of stdin")
+    add("--system", metavar="TEXT", help="what a conversation begins with: who the model is, how it answers")
+    add("--temperature", type=number(), metavar="X",
+        help="0 is greedy (default: as the model's authors set it, else 0)")
+    add("--top-k", type=integer(-1), metavar="N", help="draw from the N likeliest; 0 or -1: all")
     add("--top-p", type=number(), metavar="X", help="draw from the likeliest that together reach X; 1: all")
 
 
@@ -142,13 +150,14 @@ def _check_kind(options):
         raise ColibriError("--prompt-ids", "given", "only without --prompt", "leave one of them out")
     if options.kind == "stack" and os.path.realpath(options.input) == os.path.realpath(options.output):
         raise ColibriError("--output", options.output, "another file than --input", "choose another name")
+    other = ("prompt", "prompt_ids", "input", "output")
     foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
-               "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",),
-               "serve": ("prompt", "prompt_ids", "input", "output", "max_new_tokens", *TEXT_OPTIONS, "seed", "json",
-                         *LATENCY_OPTIONS[1:])}
-    places = {"text": "without --prompt", "latency": "with --prompt", "stack": "without --input",
-              "serve": "without --serve and --http"}
+               "chat": LATENCY_OPTIONS + other, "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",),
+               "serve": (*other, *CHAT_OPTIONS, "max_new_tokens", *TEXT_OPTIONS, "seed", "json", *LATENCY_OPTIONS[1:])}
+    places = {"text": "without --prompt", "latency": "with --prompt or --chat", "chat": "without --chat",
+              "stack": "without --input", "serve": "without --serve and --http"}
     for names, place in ((foreign[options.kind], places[options.kind]),
+                         (CHAT_OPTIONS if options.kind not in ("chat", "serve") else (), "with --chat"),
                          (serve.OPTIONS if options.kind != "serve" else (), "with --serve or --http")):
         for name in names:
             if getattr(options, name) not in (None, False):
@@ -156,15 +165,26 @@ def _check_kind(options):
 
 
 def _check_sampling(options):
-    """Makes options.sampler, and the seed of random input. Refuses --top-k and --top-p where output is greedy."""
+    """Checks the options of sampling, and makes the seed of it and of random input."""
     options.seed = options.seed or 0
-    options.sampler = check_sampler(Sampler(options.temperature or 0.0, options.top_k or 0,
-                                            1.0 if options.top_p is None else options.top_p, options.seed), "--")
-    for name in ("top_k", "top_p"):
-        if getattr(options, name) is not None and not options.temperature:
+    given = {name: getattr(options, name) for name in TEXT_OPTIONS if getattr(options, name) is not None}
+    check_sampler(Sampler(**given, seed=options.seed), "--")
+
+
+def choose_sampler(options, checkpoint):
+    """Makes options.sampler: of the options, else as the model's authors set it, else greedy; and sampling_is, in
+    words. Refuses --top-k and --top-p where output is greedy.
+    """
+    given = {name: getattr(options, name) for name in TEXT_OPTIONS if getattr(options, name) is not None}
+    options.sampler = Sampler(**{**checkpoint.settings.sampling, **given}, seed=options.seed)
+    for name in TEXT_OPTIONS[1:]:
+        if name in given and not options.sampler.temperature:
             raise ColibriError(f"--{name.replace('_', '-')}", "given",
                                "only with --temperature above 0, without which the likeliest token is taken",
                                "give --temperature 1, or leave it out")
+    words = [f"{name} {value:g}{'' if name in given else ' (the model)'}"
+             for name, value in options.sampler._asdict().items() if name in {**checkpoint.settings.sampling, **given}]
+    options.sampling_is = ", ".join([*words, f"seed {options.seed}"]) if options.sampler.temperature else "greedy"
 
 
 def main(arguments=None):
@@ -193,7 +213,7 @@ def run(options):
     if options.kind == "serve":
         serve_model(options, checkpoint)
         return
-    run_kind = {"text": run_text, "stack": run_stack, "latency": run_latency}[options.kind]
+    run_kind = {"text": run_text, "chat": run_chat, "stack": run_stack, "latency": run_latency}[options.kind]
     prepared = prepare(options, checkpoint)
     with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build,
                 dispatch=options.dispatch, context=options.context) as engine:
@@ -201,6 +221,8 @@ def run(options):
             engine.precapture()
         meter = report.Meter(engine, process_seconds)
         extra = run_kind(engine, options, meter, prepared)
+        if not meter.ttft:  # a conversation without a word
+            return
         figures = {**extra, **meter.figures()}
     _print(json.dumps(figures) if options.json else report.table(figures))
 
@@ -222,7 +244,11 @@ def _check_batch_size(batch_size, engine):
 
 
 def prepare(options, checkpoint):
-    """Returns (codec, tokens) or the array: what is wrong with the input is found before a library is built."""
+    """Returns (codec, tokens), a Dialogue or the array: wrong input is found before a library is built."""
+    if options.kind in ("text", "chat"):
+        choose_sampler(options, checkpoint)
+    if options.kind == "chat":
+        return Dialogue(checkpoint, options)
     if options.kind == "text":
         is_numbers = options.prompt is None
         used = codec(checkpoint, is_numbers)
@@ -279,7 +305,23 @@ def run_text(engine, options, meter, prepared):
     _show(pieces.rest(), options)
     if not options.json:
         _print("\n")
-    return {"text": pieces.text(), "prompt_tokens": len(prompt), "new_tokens": new_tokens, **sampler._asdict()}
+    return {"text": pieces.text(), "prompt_tokens": len(prompt), "new_tokens": new_tokens, **_drawn(sampler),
+            "sampling_is": options.sampling_is}
+
+
+def _drawn(sampler):
+    """Returns what options say of it."""
+    return {name: getattr(sampler, name) for name in (*TEXT_OPTIONS, "seed")}
+
+
+def run_chat(engine, options, meter, dialogue):
+    if sys.stdin is None:
+        raise ColibriError("--chat", "stdin is closed", "lines of text there")
+    dialogue.run(engine, meter, options.sampler)
+    if not options.json and dialogue.counts["turns"]:
+        _print("")
+    return {"messages": dialogue.messages, **dialogue.counts, **_drawn(options.sampler),
+            "sampling_is": options.sampling_is}
 
 
 def _print(text, end="\n"):

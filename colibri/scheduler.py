@@ -11,7 +11,8 @@ import time
 import traceback
 
 from colibri.errors import ColibriError
-from colibri.requests import Refused, Request
+from colibri.refused import Refused
+from colibri.requests import Request
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
 PREFILL_CHUNK = {"host": 4, "cuda": 256}  # tokens, by backend: the host's takes half as long as a step of 8 requests
@@ -36,6 +37,7 @@ class Scheduler:
         self.steps = {"prefill": 0, "decode": 0}
         self.step_began = None         # monotonic seconds, while a step runs
         self.error = None              # why the thread ended, if by itself
+        self.most = queue_size + engine.num_slots  # requests that run and wait at once
         self._deliver, self._outbox, self._told = deliver, collections.deque(), False
         self._submitted = self._ended = self._reserved = 0
         self._inbox = queue.SimpleQueue()
@@ -51,13 +53,13 @@ class Scheduler:
 
     # For other threads.
 
-    def reserve(self, identity):
-        """Takes a place in the queue for a request; raises Refused where it is full."""
-        if self._submitted - self._ended >= self.queue_size + self.engine.num_slots:
+    def reserve(self, identity, count=1):
+        """Takes places in the queue for so many requests, or raises Refused where there are fewer."""
+        if self._submitted - self._ended + count > self.most:
             raise Refused("queue", f"{self.queue_size} waiting", "fewer", "send it again later, or raise --queue-size",
                           code="queue_full", id=identity)
-        self._submitted += 1
-        self._reserved += 1
+        self._submitted += count
+        self._reserved += count
 
     def enter(self, request):
         """Queues a request in a place that was reserved. One that is cancelled already needs no prompt."""
@@ -229,6 +231,7 @@ class Scheduler:
                 if request.rows is None:
                     request.session = self.engine.session()
                     request.session.expect(len(request.prompt))
+                    request.begin(self.engine.checkpoint.eos)
                 else:
                     request.rows.begin()
             except ColibriError as error:
@@ -238,7 +241,7 @@ class Scheduler:
 
     def _decode(self, requests):
         work = [(request.session, request.tokens[-1:]) for request in requests]
-        tokens = self._step("decode", requests, work, [request.sampler for request in requests])
+        tokens = self._step("decode", requests, work, [request.history or request.sampler for request in requests])
         now = time.monotonic()
         for request, token in zip(requests, tokens):
             if token is not None:
@@ -274,7 +277,8 @@ class Scheduler:
         for request, count in chosen:
             end = request.prefilled + count
             work.append((request.session, request.prompt[request.prefilled:end]))
-            samplers.append(request.sampler if end == len(request.prompt) else None)
+            is_last, history = end == len(request.prompt), request.history
+            samplers.append((history or request.sampler) if is_last or history and history.has_prompt_scores else None)
         began = time.monotonic()
         tokens = self._step("prefill", [request for request, _ in chosen], work, samplers)
         now = time.monotonic()
@@ -337,12 +341,17 @@ class Scheduler:
                 for request, item, sampler in zip(requests, work, samplers)]
 
     def _add(self, request, token, now):
-        if token in self.engine.checkpoint.eos:
+        if request.max_new_tokens == 0:  # the prompt's log-probabilities were all that was asked for
+            self._finish(request, "length")
+            return
+        if request.sampler.ends(token, self.engine.checkpoint.eos):
+            request.ending = token
             self._finish(request, "stop")
             return
-        request.tokens.append(token)
         request.times.append(now)
-        if len(request.tokens) == request.max_new_tokens:
+        if request.take(token):
+            self._finish(request, "stop")
+        elif len(request.tokens) == request.max_new_tokens:
             self._finish(request, "length")
         elif request.stream:
             self._outbox.append(request)

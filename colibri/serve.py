@@ -9,7 +9,8 @@ MAX_QUEUE_SIZE = 1 << 20
 DRAIN_SECONDS = 30
 MAX_DRAIN_SECONDS = 86400
 FORMATS = ("text", "json")
-OPTIONS = ("queue_size", "prefill_chunk", "drain", "log_format", "log_prompts")  # only with --serve or --http
+OPTIONS = ("queue_size", "prefill_chunk", "drain", "log_format", "log_prompts", "api_key_file",
+           "cors")  # only with --serve or --http
 
 
 def add_options(parser):
@@ -18,6 +19,9 @@ def add_options(parser):
     add("--serve", metavar="-|HOST:PORT|unix:PATH",
         help="answer requests, JSON a line, of stdin or of a socket's clients")
     add("--http", metavar="HOST:PORT", help="GET /health /ready /metrics, POST /v1/completions /v1/chat/completions")
+    add("--api-key-file", metavar="FILE", help="keys, one a line: --http answers only to who has one of them")
+    add("--cors", metavar="ORIGIN", action="append",
+        help="web pages of this origin may use --http; * for any, several times for several")
     add("--queue-size", type=integer(0, MAX_QUEUE_SIZE), metavar="N",
         help=f"requests that may wait for a slot (default {QUEUE_SIZE}); there are --batch-size slots")
     add("--prefill-chunk", type=integer(1), metavar="N",
@@ -32,14 +36,21 @@ def add_options(parser):
 
 def check_options(options):
     """Puts the defaults in place of what was left out."""
+    from colibri.access import check_origin, read_keys
     from colibri.listen import split
     if options.serve not in (None, "-") and not options.serve.startswith("unix:"):
         split("--serve", options.serve)
     if options.http is not None:
         split("--http", options.http)
         import colibri.http  # noqa: F401 - that what it needs is installed
+    for name in ("api_key_file", "cors"):
+        if getattr(options, name) is not None and options.http is None:
+            raise ColibriError(f"--{name.replace('_', '-')}", "given", "only with --http", "leave it out")
+    for origin in options.cors or ():
+        check_origin(origin)
+    options.keys = read_keys(options.api_key_file) if options.api_key_file is not None else ()
     for name, default in (("queue_size", QUEUE_SIZE), ("drain", DRAIN_SECONDS), ("log_format", FORMATS[0]),
-                          ("log_prompts", False)):
+                          ("log_prompts", False), ("cors", ())):
         if getattr(options, name) is None:
             setattr(options, name, default)
 

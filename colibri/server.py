@@ -10,14 +10,17 @@ import sys
 import time
 import traceback
 
+from colibri.access import Access
 from colibri.arrays import abandon
+from colibri.chat import Chat
 from colibri.connection import Lines
 from colibri.errors import ColibriError
 from colibri.intake import Intake
-from colibri.listen import Listener, activated, number_of_files
+from colibri.listen import Listener, activated, number_of_files, split
 from colibri.log import MESSAGE, PROMPT, Log
 from colibri.metrics import Metrics, inspect
-from colibri.requests import CODES, FINISHES, Reader, Refused
+from colibri.refused import CODES, Refused
+from colibri.requests import FINISHES, Reader
 from colibri.scheduler import Scheduler
 from colibri.stdio import Pipes
 
@@ -36,7 +39,11 @@ class Server:
     def __init__(self, engine, options):
         self.engine, self.options = engine, options
         self.reader = Reader(engine)
+        settings = engine.checkpoint.settings
+        has_chat = options.http is not None and settings.chat_templates
+        self.chat = Chat(settings, engine.checkpoint.path) if has_chat else None
         self.metrics = Metrics(FINISHES, CODES)
+        self.access = Access(options.keys, options.cors, options.http and split("--http", options.http)[0])
         self.max_connections = max(1, min(MAX_CONNECTIONS, (number_of_files() - SPARE_FILES) // 2))
         self._places = collections.defaultdict(collections.OrderedDict)  # {kind: {connection: None}}, the idlest first
         self.is_draining, self._error = False, None
@@ -61,6 +68,8 @@ class Server:
             for listener in self._listeners:
                 listener.close()
             self._intake.close()
+            if self.chat:
+                self.chat.close()
             self.log.close()
         error = self.scheduler.error or self._error
         if error is not None:
@@ -68,19 +77,22 @@ class Server:
 
     async def _listen(self):
         passed = activated()
-        for name, address, make in (("serve", self.options.serve, lambda: Lines(self)),
+        for name, address, make in (("serve", self.options.serve, lambda is_local: Lines(self)),
                                     ("http", self.options.http, self._http())):
             if address is None or address == "-":
                 continue
             listener = Listener(f"--{name}", address, passed.get(name))
             self._listeners.append(listener)
+            if name == "serve" and self.access.has_keys and not listener.is_unix:
+                raise ColibriError("--serve", listener.place, "- or unix:PATH with --api-key-file",
+                                   "lines have no keys: a socket's owner and mode say who may use it")
             await listener.start(self.loop, make)
 
     def _http(self):
         if self.options.http is None:
             return None
         from colibri.http import Http  # needs h11
-        return lambda: Http(self)
+        return lambda is_local: Http(self, is_local)
 
     def _begin(self):
         self.loop.set_exception_handler(self._fault)
@@ -95,8 +107,19 @@ class Server:
         self.loop.call_later(CHECK_SECONDS, self._check)
         gc.collect()
         gc.freeze()  # the model's objects: no collection looks at them again
+        settings, said = self._settings()
         shown = ", ".join(place if name == "serve" else f"{name} {place}" for name, place in places.items())
-        self.log.event("serving", f"serving {self.name} on {shown}", model=self.name, **places)
+        self.log.event("serving", ", ".join([f"serving {self.name} on {shown}", *said]), model=self.name, **places,
+                       **settings)
+
+    def _settings(self):
+        """Returns what a request need not say and the model's file does, as values and in words: whether chats have a
+        template, and how tokens are drawn.
+        """
+        sampling = self.engine.checkpoint.settings.sampling
+        lacks = self.options.http is not None and not self.chat
+        return ({**({"chat_template": False} if lacks else {}), **sampling},
+                [*(["no chat template"] * lacks), *(f"{name} {value:g}" for name, value in sampling.items())])
 
     def _signal(self, number):
         """Asks for an end the first time, and makes one the second time."""
@@ -213,16 +236,18 @@ class Server:
         self.metrics.dropped_connections += 1
         self.log.event("connection", dropped=reason)
 
-    def submit(self, request):
+    def submit(self, *requests):
+        """Accepts requests, all of them or none."""
         if self.is_draining:
             raise Refused("server", "shutting down", "a running one", "send it to another, or again later",
-                          code="shutdown", id=request.id)
-        self.scheduler.reserve(request.id)
-        self._num_unanswered += 1
-        if request.encode:
-            self._intake.add(request)
-        else:
-            self.scheduler.enter(request)
+                          code="shutdown", id=requests[0].id)
+        self.scheduler.reserve(requests[0].id, len(requests))
+        self._num_unanswered += len(requests)
+        for request in requests:
+            if request.encode:
+                self._intake.add(request)
+            else:
+                self.scheduler.enter(request)
 
     def cancel(self, request, finish="cancelled"):
         if self._intake.remove(request):
@@ -245,6 +270,7 @@ class Server:
         if error is None:
             request.prompt, request.max_new_tokens = made
             self.scheduler.enter(request)
+            request.owner.accepted(request)
             return
         self.scheduler.release()
         request.error, request.finish, request.is_over = self.refusal(error, request.id), "error", True
@@ -343,7 +369,8 @@ class Server:
         values = {"id": request.id, "prompt_tokens": figures["prompt_tokens"], "tokens": figures["completion_tokens"],
                   "finish": request.finish,
                   **({"code": request.error.code, "message": self._message(request.error)} if request.error else {}),
-                  "ttft_ms": figures["ttft_ms"], "itl_p99_ms": figures["itl_p99_ms"]}
+                  "ttft_ms": figures["ttft_ms"], "itl_p99_ms": figures["itl_p99_ms"],
+                  **({} if request.seed is None else {"seed": request.seed})}
         if self.options.log_prompts and request.rows is None:
             start = request.prompt[:4 * PROMPT]  # a character is at most 4 tokens
             values["prompt"] = (request.used.decode(start) if request.used else " ".join(map(str, start)))[:PROMPT]

@@ -8,7 +8,7 @@ import numpy as np
 from colibri import native
 from colibri.errors import ColibriError, between
 from colibri.rope import RopeLengths
-from colibri.sampling import Sampler, check_sampler
+from colibri.sampling import History, Sampler, check_sampler, check_tokens, is_plain
 
 
 class Session:
@@ -44,13 +44,15 @@ class Session:
         """Engine.pin: page-locks an array that prompts are read from."""
         return self.engine.pin(array)
 
-    def generate(self, prompt_tokens, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, seed=0):
+    def generate(self, prompt_tokens, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, seed=0, **more):
         """Yields up to max_new_tokens tokens that continue the session after prompt_tokens (ints or bytes).
 
         One of the checkpoint's end tokens (checkpoint.eos) ends the text, and is not yielded.
         temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. The same seed draws the same tokens.
+        more: fields of colibri.sampling.Sampler, such as min_p=0.1. Penalties count the tokens from prompt_tokens on.
         """
-        sampler = check_sampler(Sampler(temperature, top_k, top_p, seed))
+        sampler = check_sampler(Sampler(temperature, top_k, top_p, seed, **more))
+        check_tokens(sampler, self.engine.checkpoint.header["vocab_size"], self.engine.checkpoint.eos)
         _check_not_text(prompt_tokens)
         try:
             tokens = list(prompt_tokens)
@@ -67,10 +69,13 @@ class Session:
         return self._generate(tokens, max_new_tokens, sampler)
 
     def _generate(self, tokens, max_new_tokens, sampler):
+        history = None if is_plain(sampler) else History(sampler, tokens, self.engine.checkpoint.eos, self.length)
         for _ in range(max_new_tokens):
-            tokens = self.engine.step([(self, tokens)], [sampler])
-            if tokens[0] in self.engine.checkpoint.eos:
+            tokens = self.engine.step([(self, tokens)], [history or sampler])
+            if sampler.ends(tokens[0], self.engine.checkpoint.eos):
                 return
+            if history:
+                history.add(tokens[0])
             yield tokens[0]
 
     def close(self):

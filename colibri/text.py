@@ -1,6 +1,7 @@
 """Text to tokens and back: bytes where a token is one, the tokenizer in the model's file, or numbers as they are."""
 
 import codecs
+import copy
 import functools
 import itertools
 import json
@@ -55,6 +56,23 @@ class Codec:
     def decode(self, tokens):
         """Returns the text of tokens that begin a text."""
         return "".join(map(Pieces(self).add, tokens))
+
+    def with_special(self):
+        """Returns a Codec of the same for which special tokens have text."""
+        return self
+
+    def name(self, token):
+        """Returns (a token's text within a text, its bytes); `bytes:\\xe4` where those are no whole characters."""
+        data = self.with_special().data(token)
+        if data is None:
+            return "", b""
+        if isinstance(data, str):
+            text = self.join(("a", data)).removeprefix(self.join(("a",)))
+            return text, text.encode()
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
 
 class Bytes(Codec):
@@ -160,6 +178,16 @@ class Tokenizer(Codec):
         if self._bos is not None and self._bos not in begin:
             begin = [self._bos, *begin]
         return rest if rest[:len(begin)] == begin else begin + rest
+
+    def with_special(self):
+        return self._with_special
+
+    @functools.cached_property
+    def _with_special(self):
+        other = copy.copy(self)
+        other._special, other._with_special = frozenset(), other
+        other.data = functools.cache(other._data)
+        return other
 
     def _data(self, token):
         string = self._tokenizer.id_to_token(token)

@@ -20,7 +20,20 @@ import numpy as np
 from tqdm import tqdm
 
 from colibri import __version__, headers
-from converter import bin_writer, config, hub, inputs, inspection, interleave, mapped, sources, text_files, v1
+from converter import (
+    bin_writer,
+    config,
+    few_bits,
+    forms,
+    hub,
+    inputs,
+    inspection,
+    interleave,
+    mapped,
+    sources,
+    text_files,
+    v1,
+)
 
 DESCRIPTION = "Turns a PyTorch checkpoint of a Mixture-of-Experts model into a Colibri .bin."
 EXAMPLES = """\
@@ -50,7 +63,6 @@ largest matrix, and the output appears complete or not at all. Exit status:
 0 done, 2 an error (one line on stderr), 130 interrupted.
 """
 
-DTYPES = ("keep", "f16", "bf16", "f32")
 FORMATS = ("v2", "v1")
 INTERPRETER_BYTES = 24 << 20  # anonymous memory of Python with numpy
 TENSOR_BYTES = 4 << 10        # of one tensor's description while the checkpoint is read
@@ -70,8 +82,16 @@ def parser():
     p.add_argument("--num-groups", type=integer(), help="groups of experts, of which a token chooses some (default: 1)")
     p.add_argument("--topk-groups", type=integer(), help="groups that a token may choose from (default: 1)")
     p.add_argument("--routed-scaling", type=number(), help="factor of the k weights (default: 1)")
-    p.add_argument("--dtype", type=choice(DTYPES), default="keep", metavar="|".join(DTYPES),
-                   help="of the matrices (default: keep the checkpoint's; float64 becomes f32)")
+    names = "|".join(forms.DTYPES_ASKED)
+    p.add_argument("--dtype", type=choice(forms.DTYPES_ASKED), default="keep", metavar=names,
+                   help="of the matrices (default: keep the checkpoint's, exactly; float64 becomes f32). int4: the "
+                        "experts, with int8 beside them")
+    p.add_argument("--expert-dtype", type=choice(forms.DTYPES_ASKED), metavar="DTYPE",
+                   help="of the experts' matrices alone")
+    p.add_argument("--dense-dtype", type=choice(forms.DTYPES_ASKED), metavar="DTYPE",
+                   help="of all others; with int4, embedding and LM head are int8")
+    p.add_argument("--group", type=choice(("32", "64", "128")), metavar="32|64|128",
+                   help="columns of a row that share a scale in int4 and int8 (default: 64, or the checkpoint's)")
     p.add_argument("--format", type=choice(FORMATS), default="v2", metavar="|".join(FORMATS),
                    help="v1: one layer, f16, 2-matrix experts (default: v2)")
     p.add_argument("--layer", type=integer(), help="the layer that --format v1 writes")
@@ -88,7 +108,7 @@ def parser():
 
 
 # What a checkpoint is: everything that its conversion depends on.
-Plan = namedtuple("Plan", "input family fields bare where config text renamed unknown absent")
+Plan = namedtuple("Plan", "input family fields bare where config text renamed unknown absent compute")
 
 
 def understand(options):
@@ -124,7 +144,7 @@ def understand(options):
     found.warnings.extend(text.warnings)
     fields.update(text.fields)
     return Plan(found._replace(tensors=tensors), family, fields, bare, options.checkpoint, settings.where, text,
-                renamed, unknown, absent)
+                renamed, unknown, absent, forms.compute_dtype(settings, tensors))
 
 
 def _bare_family(tensors, lost, where):
@@ -147,7 +167,7 @@ def convert(options):
     options.checkpoint = hub.resolve(options.checkpoint)
     plan = understand(options)
     if options.inspect:
-        return say(inspection.inspect(plan, options.json))
+        return say(inspection.inspect(plan, forms.asked(options), options.json))
     output = Path(options.output)
     if output.is_file() and inputs.is_input(output, Path(options.checkpoint), plan.config):
         raise ColibriError(output, "is the checkpoint itself or a file of it", fix="choose another output")
@@ -159,23 +179,22 @@ def convert(options):
         return v1.convert(family, fields, bound, options)
     if options.layer is not None:
         raise ColibriError("--layer", options.layer, "only with --format v1", "drop it")
-    kinds = {tensor.name: tensor.type.replace("embed_t", "dense_t") for tensor in headers.default().tensors(
-        {**fields, "dense_layers": headers.mask(fields["dense_layers"])})}
-    dtypes = {kind: _dtype(options.dtype, bound.sources, kinds, kind, options.checkpoint)
-              for kind in ("expert_t", "dense_t")}
-    dtype = dtypes["expert_t"] or dtypes["dense_t"]
-    if (dtypes["dense_t"] or dtype) != dtype:
-        fields["dense_dtype"] = headers.default().codes("DTYPE")[dtypes["dense_t"]] + 1
-    header, directory = bin_writer.plan(fields, dtype, plan.text.tokenizer)
-    label = f"{dtype}, but {dtypes['dense_t']} beside the experts" if fields["dense_dtype"] else dtype
+    choice = forms.choose(forms.asked(options), bound.sources, fields, plan.compute, plan.where)
+    for note in choice.notes:
+        say(note, sys.stderr)
+    fields.update(forms.header_fields(choice))
+    header, directory = bin_writer.plan(fields, *plan.text.sections)
+    label = forms.label(choice)
     if options.dry_run:
         return say(_report(plan, header, directory, label, bound.ignored))
 
+    kinds = {tensor.name: tensor.type for tensor in headers.default().tensors(header)}
+
     def contents(name):
-        return _contents(name, bound.sources[name], fields, {"float": "f32", **dtypes}[kinds[name]])
+        return _contents(name, bound.sources[name], header, kinds[name])
     with (bin_writer.replacing(output, int(header["file_bytes"]), options.force) as file,
           progress_bar(int(directory["bytes"].sum()), output) as bar):
-        bin_writer.write(file, header, directory, contents, bar.update, plan.text.tokenizer)
+        bin_writer.write(file, header, directory, contents, bar.update, plan.text.sections)
         sources.check_storages(bound.sources)
     left_out = plan.input.left_out + bound.ignored
     say(f"{output}: {int(header['file_bytes'])} bytes, {len(directory)} tensors, {family.name}, "
@@ -195,6 +214,10 @@ def _check_options(options):
         raise ColibriError("--json", "given", "only with --inspect", "drop it")
     if options.inspect and options.output:
         raise ColibriError(options.output, "an output with --inspect, which writes nothing", fix="drop one of them")
+    few = [name for name in ("expert_dtype", "dense_dtype", "group") if getattr(options, name)]
+    if options.format == "v1" and few:
+        raise ColibriError(f"--{few[0].replace('_', '-')}", getattr(options, few[0]),
+                           "none with --format v1, which is f16", "drop it")
     if not options.inspect and not options.output:
         parser().error("the following arguments are required: output")
 
@@ -208,28 +231,14 @@ def _count(number, what):
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 
-def _contents(name, experts, fields, dtype):
-    """Returns the stored arrays of one tensor."""
+def _contents(name, experts, header, kind):
+    """Returns (the scale of a tensor, its stored arrays)."""
     if len(experts[0][0].shape) == 1:
-        return interleave.vector(experts)
-    return interleave.panels(experts, dtype, headers.is_gated(name, fields))
-
-
-def _dtype(option, sources, kinds, kind, path):
-    """Returns the dtype of the experts' matrices, or of the others: the one asked for, or the one that they share.
-
-    Returns None where there are no such matrices.
-    """
-    matrices = [tensor for name, experts in sources.items() if kinds[name] == kind
-                for parts in experts for tensor in parts]
-    if option != "keep" or not matrices:
-        return option if matrices else None
-    kept = interleave.KEPT[matrices[0].dtype]
-    other = next((tensor for tensor in matrices if interleave.KEPT[tensor.dtype] != kept), None)
-    if other is not None:
-        raise ColibriError(path, f"{other.name}: dtype={other.dtype}", f"{matrices[0].dtype} as in {matrices[0].name}",
-                           "choose one with --dtype")
-    return kept
+        return 0, interleave.vector(experts)
+    form, gated = headers.form_of(kind, header), headers.is_gated(name, header)
+    if headers.is_few(form.dtype):
+        return few_bits.content(experts, form, gated)
+    return 0, interleave.panels(experts, few_bits.DTYPES[form.dtype], gated)
 
 
 def _report(plan, header, directory, dtype, ignored):

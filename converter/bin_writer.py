@@ -20,17 +20,15 @@ BATCH_BYTES = 4 << 20
 BIN_HEADER, BIN_TENSOR = (headers.default().structs[name] for name in ("BinHeader", "BinTensor"))
 
 
-def plan(fields, dtype, tokenizer=b""):
+def plan(fields, tokenizer=b"", settings=b""):
     """Returns (header, directory) of a version 2 file, complete but for the checksums.
 
-    fields: BinHeader's fields that describe the model; sets of layers are lists. dtype: f32, f16 or bf16, of the
-    matrices for which expert_dtype and dense_dtype say nothing else. tokenizer: a tokenizer.json's bytes.
+    fields: BinHeader's fields that describe the model and how it is stored; sets of layers are lists. tokenizer: a
+    tokenizer.json's bytes. settings: JSON.
     """
-    codes = headers.default().codes("DTYPE")
     header = np.zeros((), BIN_HEADER)
     for name in BIN_HEADER.names:
         header[name] = headers.mask(fields[name]) if name in ("window_layers", "dense_layers") else fields[name]
-    header["weight_dtype"] = codes[dtype]
     tensors = headers.default().tensors(header)
     directory = np.zeros(len(tensors), BIN_TENSOR)
     offset = _aligned(BIN_HEADER.itemsize + directory.nbytes)
@@ -41,30 +39,36 @@ def plan(fields, dtype, tokenizer=b""):
         size = headers.stored_bytes(tensor, header)
         entry["offset"], entry["bytes"] = offset, size
         offset = _aligned(offset + size)
-    if tokenizer:
-        header["tokenizer_offset"], header["tokenizer_bytes"] = offset, len(tokenizer)
-        header["tokenizer_crc32"] = zlib.crc32(tokenizer)
-        offset = _aligned(offset + len(tokenizer))
+    for name, data in (("tokenizer", tokenizer), ("settings", settings)):
+        if data:
+            header[f"{name}_offset"], header[f"{name}_bytes"] = offset, len(data)
+            header[f"{name}_crc32"] = zlib.crc32(data)
+            offset = _aligned(offset + len(data))
     header["magic"], header["version"] = MAGIC, headers.default().constants["FORMAT_VERSION"]
     header["header_bytes"], header["directory_offset"] = BIN_HEADER.itemsize, BIN_HEADER.itemsize
     header["num_tensors"], header["file_bytes"] = len(directory), offset
     return header, directory
 
 
-def write(file, header, directory, contents, progress, tokenizer=b""):
-    """Streams a planned file. contents(name) yields the tensor's arrays in order; progress(bytes) is called for each.
+def write(file, header, directory, contents, progress, sections=()):
+    """Streams a planned file.
+
+    contents(name): returns (the tensor's scale or 0, its arrays in order). progress(bytes): called for each. sections:
+    the bytes of tokenizer and settings, as plan() had them.
     """
     write_all(file, bytes(int(directory["offset"][0])))
     for entry in directory:
         crc32, left = 0, int(entry["bytes"])
-        for piece in _ahead(contents(entry["name"].decode())):
+        entry["scale"], arrays = contents(entry["name"].decode())
+        for piece in _ahead(arrays):
             crc32, left = zlib.crc32(piece, crc32), left - len(piece)
             write_all(file, piece)
             progress(len(piece))
         assert left == 0, entry["name"]
         entry["crc32"] = crc32
         write_all(file, bytes(-int(entry["bytes"]) % ALIGNMENT))
-    write_all(file, tokenizer + bytes(-len(tokenizer) % ALIGNMENT))
+    for data in sections:
+        write_all(file, data + bytes(-len(data) % ALIGNMENT))
     header["header_crc32"] = 0
     header["header_crc32"] = zlib.crc32(header.tobytes() + directory.tobytes())
     file.seek(0)

@@ -27,7 +27,7 @@ FLOATS = [name for name in HEADER.names if HEADER[name] == np.float32]
 # What header fields are in a plain model. A field that is not here is 0 in a bare stack.
 PLAIN = {"gated": 1, "num_groups": 1, "topk_groups": 1, "routed_scaling": 1.0, "residual_multiplier": 1.0,
          "embedding_multiplier": 1.0, "logits_multiplier": 1.0, "rope_attention_factor": 1.0, "dense_layers": [],
-         "window_layers": [], "fp8_block": [128, 128], "mtp_layers": 0,
+         "window_layers": [], "mtp_layers": 0,
          "interleave_rows": CODES["PANEL_ROWS"]}
 
 
@@ -78,16 +78,6 @@ def activation(c):
     if name not in ACTIVATIONS:
         raise c.bad("hidden_act", name, "one of " + ", ".join(ACTIVATIONS))
     return ACTIVATIONS[name]
-
-
-def quantization(c):
-    """Returns how many rows and columns share one fp8 scale. Refuses a quantization that cannot be decoded."""
-    c.accept("quantization_config.quant_method", ["fp8", "mxfp4"])
-    c.accept("quantization_config.fmt", ["e4m3", "float8_e4m3fn"])
-    block = c.get("quantization_config.weight_block_size", list, [128, 128])
-    if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise c.bad("quantization_config.weight_block_size", block, "two sizes")
-    return block
 
 
 def load(option, checkpoint):

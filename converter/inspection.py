@@ -10,18 +10,20 @@ from contextlib import suppress
 from math import prod
 
 from colibri import headers
-from converter import bin_writer, interleave, rope, sources
+from colibri.errors import ColibriError
+from converter import bin_writer, few_bits, forms, rope, sources
 
+GPU_DTYPES = ("f16", "bf16")  # whose products a GPU has
 POSITIONS = 512  # of the session that is counted
 
 
-def inspect(plan, as_json):
-    """Returns the report's text, a table or JSON."""
-    figures = describe(plan)
+def inspect(plan, wanted, as_json):
+    """Returns the report's text, a table or JSON. wanted: a forms.Asked."""
+    figures = describe(plan, wanted)
     return json.dumps(figures) if as_json else "\n".join(_lines(figures))
 
 
-def describe(plan):
+def describe(plan, wanted):
     """Returns the report as a dict. plan: a Plan of __main__."""
     fields, tensors = plan.fields, plan.input.tensors
     bound = sources.bind(plan.family, tensors, fields, plan.where, sources.MOE if plan.bare else None)
@@ -29,11 +31,12 @@ def describe(plan):
     table = [tensor for tensor in headers.default().tensors(masked) if tensor.name not in rope.TENSORS]
     k = None if "--k" in plan.unknown else fields["k"]
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
-    common = max((tensor.dtype for tensor in tensors.values() if tensor.dtype in interleave.KEPT),
-                 key=dtypes.__getitem__, default="bfloat16")
-    dtype = interleave.KEPT[common] if not any("float8" in name or name == "uint8" for name in dtypes) else "bf16"
-    header, _ = bin_writer.plan(fields, dtype, plan.text.tokenizer)
-    needed, memory, gpu = int(header["file_bytes"]) + _state_bytes(masked), _memory_bytes(), _gpu_bytes()
+    choice = forms.choose(wanted, bound.sources, fields, plan.compute, plan.where, plan.unknown)
+    formats = {}
+    for name in (plan.compute, "fp8", "int8", "int4"):
+        with suppress(ColibriError):  # where --dtype NAME is one
+            other = forms.choose(forms.alike(name), bound.sources, fields, plan.compute, plan.where)
+            formats[name] = _sizes(plan, other)
     total = sum(prod(tensor.shape) for tensor in table)
     idle = sum(prod(tensor.shape) for tensor in table if len(tensor.shape) == 3) * (
         fields["num_experts"] - fields["k"]) // fields["num_experts"]
@@ -46,12 +49,24 @@ def describe(plan):
             "active_parameters": k and total - idle,
             "tensors": len(tensors), "dtypes": dict(dtypes),
             "checkpoint_bytes": sum(prod(tensor.shape) * tensor.numpy_dtype.itemsize for tensor in tensors.values()),
-            "bin_dtype": dtype, "bin_bytes": int(header["file_bytes"]), "needed_bytes": needed, "memory_bytes": memory,
-            "fits": needed <= memory, "gpu_memory_bytes": gpu,
-            "fits_gpu": gpu and dtype != "f32" and needed <= gpu,  # which has products of 16-bit weights alone
-            "end_tokens": plan.text.eos, "tokenizer": bool(plan.text.tokenizer),
+            "bin_dtype": forms.label(choice) or plan.compute, **_sizes(plan, choice), "formats": formats,
+            "end_tokens": plan.text.eos, "tokenizer": bool(plan.text.sections[0]),
+            "chat_templates": list(plan.text.settings["chat_templates"]), "sampling": plan.text.settings["sampling"],
             "missing": [f"a choice of {flag}" for flag in plan.unknown] + plan.absent + bound.missing,
+            "notes": choice.notes,
             "extra": bound.extra, "left_out": plan.input.left_out + bound.ignored}
+
+
+def _sizes(plan, choice):
+    """Returns the figures of a file in the forms of a Choice: its bytes, what it needs, and where it fits."""
+    fields = {**plan.fields, **forms.header_fields(choice)}
+    header, _ = bin_writer.plan(fields, *plan.text.sections)
+    masked = {**fields, **{name: headers.mask(fields[name]) for name in ("dense_layers", "window_layers")}}
+    needed, memory, gpu = int(header["file_bytes"]) + _state_bytes(masked), _memory_bytes(), _gpu_bytes()
+    on_gpu = all(few_bits.DTYPES[form.dtype] in GPU_DTYPES for form in choice.forms.values() if form)
+    return {"bin_bytes": int(header["file_bytes"]), "needed_bytes": needed, "memory_bytes": memory,
+            "fits": needed <= memory, "gpu_memory_bytes": gpu, "fits_gpu": gpu and on_gpu and needed <= gpu,
+            "runs_on_gpu": on_gpu}
 
 
 def _lines(figures):
@@ -71,13 +86,17 @@ def _lines(figures):
             "dtypes": ", ".join(f"{count} x {name}" for name, count in figures["dtypes"].items()),
             "checkpoint bytes": gib(figures["checkpoint_bytes"]),
             ".bin bytes": f"{gib(figures['bin_bytes'])} in {figures['bin_dtype']}",
+            "with --dtype": ", ".join(f"{name} {gib(sizes['bin_bytes'])}{', too large' * (not sizes['fits'])}"
+                                      for name, sizes in figures["formats"].items()),
             "fits this machine": f"{fit}: {gib(figures['needed_bytes'])} with one session, of "
                                  f"{gib(figures['memory_bytes'])}",
             "fits this GPU": "none found" if figures["gpu_memory_bytes"] is None else
                              f"{gpu_fit}: its memory is {gib(figures['gpu_memory_bytes'])}"
-                             + (", but it runs no f32 weights" if figures["bin_dtype"] == "f32" else ""),
+                             + ("" if figures["runs_on_gpu"] else ", but it runs f16 and bf16 alone"),
             "text": f"tokenizer.json {'found' if figures['tokenizer'] else 'not found'}, ends at "
                     f"{short(figures['end_tokens'])}",
+            "chat templates": short(figures["chat_templates"]),
+            "sampling": short([f"{name} {value}" for name, value in figures["sampling"].items()]),
             "missing": short(figures["missing"]), "extra": short(figures["extra"]),
             "left out": short(figures["left_out"])}
     return [f"{name + ':':<20}{value}" for name, value in rows.items()]

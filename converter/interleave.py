@@ -7,14 +7,15 @@ import numpy as np
 
 from colibri import headers
 from colibri.errors import ColibriError
-from converter.tensor import MXFP4, SCALED_FP8
+from converter.tensor import VALUES
 
 PANEL_ROWS = headers.default().constants["PANEL_ROWS"]
 GATE_GROUP = headers.default().constants["GATE_GROUP"]
 NUMPY_DTYPES = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}  # bf16 as its bits
 # The dtype in which rows of each checkpoint dtype arrive, and the one that --dtype keep stores.
-NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", SCALED_FP8: "f64", MXFP4: "f64"}
-KEPT = {**NAMES, "float64": "f32", SCALED_FP8: "bf16", MXFP4: "bf16"}
+FLOATS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+NAMES = {**FLOATS, **dict.fromkeys(VALUES, "f64")}
+KEPT = {**FLOATS, "float64": "f32"}
 LARGEST = {"f16": "65504", "bf16": "3.39e38", "f32": "3.4e38"}
 
 
@@ -28,13 +29,23 @@ def panels(experts, dtype, gated):
     panel = np.zeros((PANEL_ROWS, columns), NUMPY_DTYPES[dtype])
     for first in range(0, headers.stored_rows(rows, gated), PANEL_ROWS):
         for parts in experts:
-            pieces = list(_gated_pieces(parts, first) if gated else _stacked_pieces(parts, first))
-            if sum(stop - start for _, _, start, stop in pieces) < PANEL_ROWS:
-                panel[:] = 0
-            for row, tensor, start, stop in pieces:
-                panel[row:row + stop - start] = converted(tensor, start, stop, dtype)
-                tensor.drop((stop - start) * columns * tensor.numpy_dtype.itemsize)
+            fill(panel, parts, first, gated, dtype)
             yield transposed(panel)
+
+
+def fill(panel, parts, first, gated, dtype):
+    """Fills in a panel [64 rows, columns] from row `first` of an expert on, in `dtype`."""
+    chosen = pieces(parts, first, gated)
+    if sum(stop - start for _, _, start, stop in chosen) < PANEL_ROWS:
+        panel[:] = 0
+    for rows, tensor, start, stop in chosen:
+        panel[rows] = converted(tensor, start, stop, dtype)
+        tensor.drop((stop - start) * panel.shape[1] * tensor.numpy_dtype.itemsize)
+
+
+def pieces(parts, first, gated):
+    """Returns [(rows of the panel, tensor, start, stop)]: where the panel's rows from `first` on come from."""
+    return list(_gated_pieces(parts, first) if gated else _stacked_pieces(parts, first))
 
 
 def vector(experts):
@@ -45,23 +56,22 @@ def vector(experts):
 
 
 def _stacked_pieces(parts, first):
-    """Yields (row in the panel, tensor, start, stop): where the panel's rows from `first` on come from."""
     offset = 0
     for tensor in parts:
         start, stop = max(first - offset, 0), min(first + PANEL_ROWS - offset, tensor.shape[0])
         if start < stop:
-            yield offset + start - first, tensor, start, stop
+            yield slice(offset + start - first, offset + stop - first), tensor, start, stop
         offset += tensor.shape[0]
 
 
 def _gated_pieces(parts, first):
-    """Yields the same for a gated matrix, in which groups of gate and up rows alternate."""
-    for row in range(0, PANEL_ROWS, 2 * GATE_GROUP):
-        start = (first + row) // 2
-        for half, tensor in enumerate(parts):
-            stop = min(start + GATE_GROUP, tensor.shape[0])
-            if start < stop:
-                yield row + half * GATE_GROUP, tensor, start, stop
+    """Groups of gate and up rows alternate."""
+    start = first // 2
+    for half, tensor in enumerate(parts):
+        stop = min(start + PANEL_ROWS // 2, tensor.shape[0])
+        row = np.arange(stop - start)
+        if start < stop:
+            yield (row // GATE_GROUP * 2 + half) * GATE_GROUP + row % GATE_GROUP, tensor, start, stop
 
 
 def transposed(panel):
@@ -94,7 +104,12 @@ def converted(tensor, start, stop, dtype):
 
 
 def _finite(values, dtype):
-    """Returns whether no value is NaN or infinite, that is, has all exponent bits set.
+    """Returns whether no value is NaN or infinite, that is, has all exponent bits set."""
+    return largest(values, dtype)[0]
+
+
+def largest(values, dtype):
+    """Returns (whether all values are finite, the largest size among them). Sizes mean nothing where one is not finite.
 
     Two maxima of integers tell that quickly. Among unsigned integers the largest is a negative number, if there is one;
     among signed integers it is a positive number.
@@ -103,7 +118,9 @@ def _finite(values, dtype):
                          "f32": (np.uint32, np.int32, 0x7F800000),
                          "f64": (np.uint64, np.int64, 0x7FF0000000000000)}[dtype]
     sign = np.iinfo(signed).max + 1
-    return int(values.view(bits).max()) < sign + inf and int(values.view(signed).max()) < inf
+    negative, positive = int(values.view(bits).max()) - sign, int(values.view(signed).max())
+    size = np.array([max(negative, positive, 0)], bits)
+    return negative < inf and positive < inf, float(_widened(size.view(values.dtype), dtype)[0])
 
 
 def _widened(values, dtype):

@@ -1,50 +1,73 @@
-"""Decodes fp8 and MXFP4 matrices with their scales, a few rows at a time. Products are exact, and are rounded once."""
+"""Finds quantized matrices by their names, and reads fp8 and MXFP4 ones. packed.py reads integers in int32 words."""
 
 import numpy as np
 
 from colibri.errors import ColibriError
-from converter.tensor import MXFP4, SCALED_FP8, Decoded
+from converter import packed
+from converter.packed import SCALE_DTYPES, e8m0
+from converter.tensor import Quantized
 
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-FP4 = np.concatenate([FP4, -FP4])
 MXFP4_GROUP = 32  # columns that share a scale, which is a power of two
-SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+SCALE_INV, SCALE, BLOCKS, SCALES = "_scale_inv", "_scale", "_blocks", "_scales"
+# Last words of names of what only quantizes activations and caches, which Colibri keeps as they are.
+UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
 
 
-def decoded(tensors, block, where):
-    """Returns `tensors` with each quantized matrix and its scales as one Decoded, under the matrix's name.
+def decoded(tensors, scheme, where, missing):
+    """Returns `tensors` with each quantized matrix and what belongs to it as one Quantized, under the matrix's name.
 
-    block: how many rows and columns share one fp8 scale.
+    scheme: a Scheme. missing: a list that gets the names of parts that are not there; their matrix is left out.
     """
-    result = {}
+    result, used = {}, set()
     for name, tensor in tensors.items():
-        if name + SCALE_INV in tensors:
-            result[name] = _fp8(tensor, tensors[name + SCALE_INV], block, where)
-        elif name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in tensors:
-            result[name] = _mxfp4(tensor, tensors[name.removesuffix(BLOCKS) + SCALES], where)
-        elif not (name.removesuffix(SCALE_INV) in tensors and name.endswith(SCALE_INV)
-                  or name.removesuffix(SCALES) + BLOCKS in tensors and name.endswith(SCALES)):
+        if tensor.dtype == "float8_e4m3fn" and (scale := _first(tensors, name + SCALE_INV, name + SCALE)):
+            result[name] = _fp8(tensor, scale, scheme.block, max(scheme.groups, default=0), where)
+            used.add(scale.name)
+        elif name.endswith(BLOCKS) and (scale := tensors.get(name.removesuffix(BLOCKS) + SCALES)):
+            result[name] = _mxfp4(tensor, scale, where)
+            used.add(scale.name)
+        elif found := packed.matrix(name, tensors, scheme, where, missing):
+            result[found.name] = found.matrix
+            used.update(part.name for part in found.parts)
+        else:
             result[name] = tensor
-    return result
+    return {name: tensor for name, tensor in result.items()
+            if isinstance(tensor, Quantized) or tensor is not None and tensor.name not in used}
 
 
-def _fp8(tensor, scale, block, where):
-    """Returns the Decoded of an fp8 matrix, of one expert or of all, with a scale for each block of rows and columns.
+def _first(tensors, *names):
+    return next((tensors[name] for name in names if name in tensors), None)
+
+
+def _fp8(tensor, scale, block, group, where):
+    """Returns the Quantized of an fp8 matrix, of one expert or of all.
+
+    It has a scale for each block of rows and columns, for each group of a row, for each row, or one alone.
     """
     *experts, rows, columns = tensor.shape if len(tensor.shape) in (2, 3) else (0, 0)
-    row_blocks, column_blocks = -(-rows // block[0]), -(-columns // block[1])
-    expected = (*experts, row_blocks, column_blocks)
-    if tensor.dtype != "float8_e4m3fn" or scale.dtype not in SCALE_DTYPES or scale.shape != expected:
+    tables = {(1, 1): (rows, columns), (rows, 1): (1, columns),
+              (rows, -(-columns // (group or columns or 1))): (1, group or columns),
+              (-(-rows // block[0]), -(-columns // block[1])): tuple(block)}
+    shape = scale.shape[len(experts):] if scale.shape[:len(experts)] == tuple(experts) else None
+    if shape is not None and len(shape) < 2:
+        shape = {(): (1, 1), (1,): (1, 1), (rows,): (rows, 1)}.get(shape)
+    if scale.dtype not in SCALE_DTYPES or shape not in tables:
+        expected = (*experts, -(-rows // block[0]), -(-columns // block[1]))
         raise ColibriError(where, f"{scale.name}: {scale.dtype} {scale.shape}",
                            f"one of {', '.join(SCALE_DTYPES)} and {expected} for {tensor.name}, {tensor.dtype} "
-                           f"{tensor.shape}", "the checkpoint and its config disagree")
-    table, widen = e4m3_values(), SCALE_DTYPES[scale.dtype]
+                           f"{tensor.shape}, or one scale a row, or one in all",
+                           "the checkpoint and its config disagree")
+    row_block, column_block = tables[shape]
+    widen = SCALE_DTYPES[scale.dtype]
 
-    def decode(numbers):
-        place = (numbers // rows, numbers % rows) if experts else (numbers,)
-        scales = widen(scale.array()[(*place[:-1], place[-1] // block[0])])
-        return table[tensor.array()[place]] * np.repeat(scales, block[1], axis=1)[:, :columns]
-    return Decoded(tensor, SCALED_FP8, tensor.shape, decode)
+    def codes(numbers):
+        return tensor.array()[(numbers // rows, numbers % rows) if experts else numbers]
+
+    def scales(numbers):
+        table = scale.array().reshape(*experts, *shape)
+        place = (numbers % rows) // row_block
+        return widen(table[(numbers // rows, place) if experts else place])
+    return Quantized(tensor, "fp8", tensor.shape, column_block, codes, scales)
 
 
 def _mxfp4(blocks, scales, where):
@@ -54,29 +77,9 @@ def _mxfp4(blocks, scales, where):
                            f"uint8 [experts, rows, groups, {MXFP4_GROUP // 2}] around {scales.name}, {scales.dtype} "
                            f"{scales.shape}", "save the checkpoint again")
     experts, rows, groups = scales.shape
-    pairs = np.stack([FP4[np.arange(256) & 15], FP4[np.arange(256) >> 4]], 1)  # the low half is the first column
 
-    def decode(numbers):
-        e, r = numbers // rows, numbers % rows
-        values = pairs[blocks.array()[e, r]].reshape(len(numbers), groups, MXFP4_GROUP)
-        return (values * e8m0(scales.array()[e, r])[:, :, None]).reshape(len(numbers), groups * MXFP4_GROUP)
-    return Decoded(blocks, MXFP4, (experts, rows, groups * MXFP4_GROUP), decode)
-
-
-def e8m0(bits):
-    """Returns the values of float8_e8m0fnu: powers of two, and NaN."""
-    return np.where(bits == 255, np.nan, np.ldexp(1.0, bits.astype(np.int32) - 127))
-
-
-def e4m3_values():
-    """Returns the 256 values of float8_e4m3fn, by their bits."""
-    bits = np.arange(256)
-    exponent, mantissa = (bits >> 3) & 15, bits & 7
-    size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
-    size = np.where(bits & 127 == 127, np.nan, size)
-    return np.where(bits & 128, -size, size)
-
-
-# The dtypes of an fp8 matrix's scales, and their float64 values.
-SCALE_DTYPES = {"float32": np.float64, "float16": np.float64, "float8_e8m0fnu": e8m0,
-                "bfloat16": lambda bits: (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)}
+    def codes(numbers):
+        pairs = blocks.array()[numbers // rows, numbers % rows].reshape(len(numbers), -1)
+        return np.stack([pairs & 15, pairs >> 4], -1).reshape(len(numbers), -1)  # the low half is the first column
+    return Quantized(blocks, "mxfp4", (experts, rows, groups * MXFP4_GROUP), MXFP4_GROUP, codes,
+                     lambda numbers: e8m0(scales.array()[numbers // rows, numbers % rows]))

@@ -8,9 +8,10 @@ import numpy as np
 from colibri import headers
 from colibri.errors import ColibriError
 from colibri.headers import evaluate
-from converter import config, families, interleave, rope, views
+from converter import config, families, interleave, quantized, rope, views
 from converter.families import L
 from converter.quantized import decoded
+from converter.scheme import NONE, scheme
 from converter.tensor import Storage, Tensor
 
 # What wrappers of modules add to names: DataParallel, compile, FSDP, activation checkpoints, Lightning's strategies.
@@ -20,7 +21,7 @@ LIGHTNING = "model."  # an attribute of Lightning's modules, and also the prefix
 INNER = (LIGHTNING + "model.", LIGHTNING + "transformer.")  # how names begin of a model in that attribute
 Bound = namedtuple("Bound", "sources ignored missing extra")
 NUMBER = re.compile(r"0|[1-9]\d{0,5}")
-FLOATS = tuple(interleave.KEPT)
+FLOATS = tuple(interleave.FLOATS)
 
 
 def header_fields(c):
@@ -42,7 +43,7 @@ def header_fields(c):
         raise ColibriError(c.where, f"a size or factor that {name} divides by is 0, or one is too large", "a model's",
                            "correct the config") from None
     config.check_own_names(fields, c)
-    fields["fp8_block"] = config.quantization(c)
+    fields["scheme"] = scheme(c)
     types = c.get("layer_types", list, [])
     if fields["window_layers"] != [i for i, kind in enumerate(types) if kind != "full_attention"] and types:
         layers = fields["window_layers"]
@@ -212,9 +213,10 @@ def bind(family, tensors, fields, where, keys=None):
     "layers.3.experts_up", has one list of Tensors for each expert, to be stacked; what has no experts has one list. The
     list of a gated matrix is gate rows, then up rows. Every tensor is used, left out by name, missing or extra.
     """
-    found, ignored = _by_template(family, decoded(tensors, fields["fp8_block"], where), fields, where)
+    result, missing, used, halves = {}, [], set(), []
+    whole = decoded(tensors, fields.get("scheme", NONE), where, halves)
+    found, ignored = _by_template(family, whole, fields, where)
     prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
-    result, missing, used = {}, [], set()
     for key, alternatives in family.tensors.items():
         if keys and key not in keys:
             continue
@@ -229,7 +231,7 @@ def bind(family, tensors, fields, where, keys=None):
     if not keys:
         result.update((name, [[in_memory(name, fields[name])]]) for name in rope.TENSORS if name in fields)
     extra = [t.name for places in found.values() for t in places.values() if t.name not in used]
-    missing = [name if name.startswith("lm_head.") else prefix + name for name in missing]
+    missing = halves + [name if name.startswith("lm_head.") else prefix + name for name in missing]
     return Bound(result, ignored, missing, extra)
 
 
@@ -296,7 +298,8 @@ def _left_out(name, family, fields):
     template, layer, _ = _template(name)
     predicted = layer is not None and 0 <= layer - fields["num_layers"] < fields["mtp_layers"]
     tied = template == "lm_head.weight" and fields["tied_embeddings"]
-    return predicted or tied or any(template == item or (item[-1] == "*" and template.startswith(item[:-1]))
+    unused = template.rpartition(".")[2] in quantized.UNUSED and fields.get("scheme", NONE).method
+    return predicted or tied or unused or any(template == item or (item[-1] == "*" and template.startswith(item[:-1]))
                                     for item in family.ignored)
 
 
@@ -354,7 +357,7 @@ def _check(tensor, part, scope, where):
         raise ColibriError(where, f"{tensor.name}: shape={tensor.shape}",
                            f"{expected} from {', '.join(f'{name}={scope[name]}' for name in fields)}",
                            "the checkpoint and its config disagree")
-    if tensor.dtype not in FLOATS:
+    if isinstance(tensor, Tensor) and tensor.dtype not in FLOATS:
         raise ColibriError(where, f"{tensor.name}: dtype={tensor.dtype}", f"one of {', '.join(FLOATS)}",
                            "convert the checkpoint to one of them first")
 

@@ -1,10 +1,12 @@
-"""Holds a checkpoint's tensors, whatever its format: Storage the bytes, Tensor plain numbers, Decoded quantized ones.
+"""Holds a checkpoint's tensors, whatever its format: Storage the bytes, Tensor plain numbers, Quantized few bits.
 
 Bytes are read only when numbers are asked for.
 """
 
+import functools
 import mmap
 import zlib
+from collections import namedtuple
 
 import numpy as np
 
@@ -18,7 +20,24 @@ NUMPY_DTYPES = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16"
                 "int16": "<i2", "int8": "i1", "uint8": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8",
                 "bool": "?", "complex64": "<c8", "complex128": "<c16", "float8_e4m3fn": "u1", "float8_e5m2": "u1",
                 "float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1", "float8_e8m0fnu": "u1"}
-SCALED_FP8, MXFP4 = "scaled fp8", "mxfp4"  # the dtype of a matrix with its scales
+# Parts of rows of a Quantized: codes uint8 (rows, columns), scales float64 (rows, groups), zeros uint8 (rows, groups).
+Parts = namedtuple("Parts", "codes scales zeros")
+
+
+def e4m3_values():
+    """Returns the 256 values of float8_e4m3fn, by their bits."""
+    bits = np.arange(256)
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
+    size = np.where(bits & 127 == 127, np.nan, size)
+    return np.where(bits & 128, -size, size)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# What each code of a dtype of few bits is worth, and the zero point of a group that has none.
+VALUES = {"int8": np.arange(256.0), "int4": np.arange(16.0), "fp8": e4m3_values(),
+          "mxfp4": np.concatenate([E2M1, -E2M1])}
+ZEROS = {"int8": 128, "int4": 8, "fp8": 0, "mxfp4": 0}
 
 
 class Storage:
@@ -119,27 +138,52 @@ class Tensor:
         return np.ndarray(shape, self.numpy_dtype, buffer, offset, [stride * item for stride in self.strides])
 
 
-class Decoded:
-    """Decodes rows of a quantized tensor when they are asked for.
+class Quantized:
+    """Holds a matrix of few bits. Its rows are read when they are asked for, as Parts or as the numbers they mean.
 
-    Rows are float64, which holds the product of a value and its scale exactly. The shape is [experts, rows, columns] or
-    [rows, columns], or one row of these.
+    dtype:  int8 and int4 (unsigned codes), fp8 or mxfp4; a number is (code - zero point) * scale, or a code's value
+            times the scale
+    shape:  [experts, rows, columns] or [rows, columns], or one row of these
+    group:  columns of a row that share a scale; the last group may be short
     """
 
-    def __init__(self, source, dtype, shape, decode, first=0, step=1):
+    def __init__(self, source, dtype, shape, group, codes, scales, zeros=None, first=0, step=1):
         """Takes name and storage from `source`, a Tensor.
 
-        decode: takes row numbers, counted over all experts, and returns float64 rows.
+        codes, scales, zeros: functions that take row numbers, counted over all experts, and return what Parts has of
+        these rows. zeros: None where groups have no zero points.
         """
-        self.source, self.dtype, self.shape, self.decode = source, dtype, shape, decode
-        self.first, self.step = first, step
+        self.source, self.dtype, self.shape, self.group = source, dtype, shape, group
+        self.codes, self.scales, self.zeros, self.first, self.step = codes, scales, zeros, first, step
         self.name, self.storage, self.numpy_dtype = source.name, source.storage, source.numpy_dtype
 
+    def numbers(self, start, stop):
+        return self.first + self.step * np.arange(start, stop)
+
+    def parts(self, start, stop):
+        """Returns the Parts of rows start..stop."""
+        numbers = self.numbers(start, stop)
+        return Parts(self.codes(numbers), self.scales(numbers), self.zeros and self.zeros(numbers))
+
+    @functools.cached_property
+    def needs_zeros(self):
+        """Returns whether a zero point is not that of a group that has none. Reads them all."""
+        step = max(1, WINDOW_BYTES // (64 * self.shape[1]))
+        return self.zeros is not None and any(
+            (self.zeros(self.numbers(start, min(start + step, self.shape[0]))) != ZEROS[self.dtype]).any()
+            for start in range(0, self.shape[0], step))
+
     def rows(self, start, stop):
+        """Returns rows start..stop as float64, which holds the product of a value and its scale exactly."""
+        if len(self.shape) == 1:
+            return self.index(0, [1, *self.shape]).rows(0, 1)[0, start:stop]
+        codes, scales, zeros = self.parts(start, stop)
+        values = VALUES[self.dtype][codes]
+        groups = np.arange(self.shape[1]) // self.group
+        if self.dtype in ("int8", "int4"):
+            values -= ZEROS[self.dtype] if zeros is None else zeros[:, groups]
         with np.errstate(invalid="ignore"):  # 0 times inf is NaN, which is refused when it is written
-            if len(self.shape) == 1:
-                return self.decode(np.array([self.first]))[0, start:stop]
-            return self.decode(self.first + self.step * np.arange(start, stop))
+            return values * scales[:, groups]
 
     def drop(self, num_bytes):
         self.source.drop(num_bytes)
@@ -147,8 +191,9 @@ class Decoded:
     def take(self, start, count, step):
         return self._part((count, self.shape[1]), start, step)
 
-    def index(self, i):
-        return self._part(self.shape[1:], i * (self.shape[1] if len(self.shape) == 3 else 1), 1)
+    def index(self, i, shape=None):
+        return self._part(shape or self.shape[1:], i * (self.shape[1] if len(self.shape) == 3 else 1), 1)
 
     def _part(self, shape, start, step):
-        return Decoded(self.source, self.dtype, shape, self.decode, self.first + self.step * start, self.step * step)
+        return Quantized(self.source, self.dtype, shape, self.group, self.codes, self.scales, self.zeros,
+                         self.first + self.step * start, self.step * step)

@@ -1,4 +1,6 @@
 """Reads what a Hugging Face folder says of text: its tokenizer, the token that begins a prompt, those that end a text.
+
+What it says of chats is in chat_files.
 """
 
 import json
@@ -6,15 +8,16 @@ from collections import namedtuple
 from pathlib import Path
 
 from colibri.errors import ColibriError
-from converter import config
+from converter import chat_files, config
 
-NAMES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")  # beside config.json
+NAMES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", *chat_files.NAMES)  # beside config.json
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_EOS = config.HEADER["eos_ids"].shape[0]
 
-# eos: numbers of the tokens that end a text. tokenizer: tokenizer.json's bytes, or b"". fields: BinHeader's fields of
-# EOS and BOS. warnings: lines for the user.
-Text = namedtuple("Text", "eos tokenizer fields warnings")
+# eos: numbers of the tokens that end a text. fields: BinHeader's fields of EOS and BOS. sections: tokenizer.json's
+# bytes and those of the settings, b"" where there are none. settings: as chat_files.read has them. warnings: lines for
+# the user.
+Text = namedtuple("Text", "eos fields sections settings warnings")
 # A tokenizer.json. where: its path. ids: {a token's text: its number}. begins: texts of tokens that its post-processor
 # puts before a prompt.
 Tokenizer = namedtuple("Tokenizer", "where data ids begins")
@@ -23,7 +26,7 @@ Tokenizer = namedtuple("Tokenizer", "where data ids begins")
 def read(config_path, vocab_size):
     """Returns the Text that stands beside a config.json."""
     if config_path is None or Path(config_path).name != "config.json":
-        return _text([], None, b"", [])
+        return _text([], None, b"", {name: {} for name in chat_files.SETTINGS}, [])
     folder, warnings = Path(config_path).parent, []
     tokenizer = _tokenizer(folder / NAMES[1])
     beyond = sorted((number, text) for text, number in tokenizer.ids.items() if number >= vocab_size)
@@ -40,14 +43,15 @@ def read(config_path, vocab_size):
         found.append((where, f"eos_token={eos!r}", tokenizer.ids[eos]))
     elif eos is not None:
         warnings.append(f"{where}: eos_token={eos[:40]!r}, expected a token of {NAMES[1]}; no text ends there")
-    return _text(_union(found), bos, tokenizer.data, warnings)
+    settings = chat_files.read(folder, warnings)
+    return _text(_union(found), bos, tokenizer.data, settings, warnings)
 
 
-def _text(eos, bos, tokenizer, warnings):
+def _text(eos, bos, tokenizer, settings, warnings):
     """Returns a Text. bos: the number of the token that begins a prompt, or None where tokenizer.json decides."""
     fields = {"num_eos": len(eos), "eos_ids": eos + [0] * (MAX_EOS - len(eos)), "add_bos": int(bos is not None),
               "bos_id": bos or 0}
-    return Text(eos, tokenizer, fields, warnings)
+    return Text(eos, fields, (tokenizer, chat_files.section(settings)), settings, warnings)
 
 
 def _tokenizer(path):

@@ -15,10 +15,10 @@ def once(pairs):
 
 
 class Values:
-    """Holds a config file's values, each asked for by name and kind."""
+    """Holds a config file's values, each asked for by name and kind. prefix: stands before names in errors."""
 
-    def __init__(self, values, where):
-        self.values, self.where = values, where
+    def __init__(self, values, where, prefix=""):
+        self.values, self.where, self.prefix = values, where, prefix
 
     def get(self, names, kind=int, default=None):
         """Returns the value under the first of `names` ("a|b") that is there; others there must agree. A dot goes
@@ -39,7 +39,8 @@ class Values:
     def need(self, names, kind=int):
         value = self.get(names, kind)
         if value is None:
-            raise ColibriError(self.where, f"{names.split('|')[0]} is not there", kind.__name__, "complete the config")
+            raise ColibriError(self.where, f"{self.prefix}{names.split('|')[0]} is not there", kind.__name__,
+                               "complete the config")
         return value
 
     def flag(self, names, default=False):
@@ -52,7 +53,7 @@ class Values:
             raise self.bad(key, value, rule)
 
     def bad(self, key, value, expected):
-        return ColibriError(self.where, f"{key}={json.dumps(value)[:80]}", expected,
+        return ColibriError(self.where, f"{self.prefix}{key}={json.dumps(value)[:80]}", expected,
                             "correct the config, or it asks for what Colibri does not compute")
 
     def _at(self, path):

@@ -5,7 +5,7 @@ nothing.
 """
 
 from colibri.errors import ColibriError
-from converter.tensor import Decoded, Tensor
+from converter.tensor import Quantized, Tensor
 
 
 def whole(t, h, e):
@@ -62,7 +62,7 @@ def block_transposed(t, h, e):
 
 def grouped_columns(t, h, e):  # [hidden, E * n] that stands for [E, hidden, n]
     experts, columns = h["num_experts"], t.shape[1] // h["num_experts"]
-    if isinstance(t, Decoded) or t.strides != (t.shape[1], 1):
+    if isinstance(t, Quantized) or t.strides != (t.shape[1], 1):
         raise ColibriError(t.storage.where, f"{t.name}: {t.dtype} with strides",
                            "one block of plain floats, which is viewed as one matrix an expert", "save it contiguous")
     shape, strides = (experts, t.shape[0], columns), (t.shape[0] * columns, columns, 1)
@@ -110,7 +110,7 @@ def _rotary(t, h, start):
 
 def take(t, axis, start, count, step=1):
     """Returns `count` entries of an axis, `step` apart, from `start` on."""
-    if isinstance(t, Decoded):
+    if isinstance(t, Quantized):
         return t.take(start, count, step)
     axis %= len(t.shape)
     shape, strides = list(t.shape), list(t.strides)
@@ -120,14 +120,14 @@ def take(t, axis, start, count, step=1):
 
 
 def index(t, i):
-    if isinstance(t, Decoded):
+    if isinstance(t, Quantized):
         return t.index(i)
     offset = t.offset + i * t.strides[0] * t.numpy_dtype.itemsize
     return Tensor(t.name, t.dtype, t.shape[1:], t.strides[1:], t.storage, offset)
 
 
 def transposed(t):
-    if isinstance(t, Decoded):
+    if isinstance(t, Quantized):
         raise ColibriError(t.storage.where, f"{t.name}: quantized",
                            "floats: this family stores its transpose, whose scales lie elsewhere")
     return Tensor(t.name, t.dtype, t.shape[::-1], t.strides[::-1], t.storage, t.offset)

@@ -35,6 +35,8 @@ int colibri_forward(void *model, int num_tokens, int num_logits);
 int colibri_forward_part(void *model, int num_tokens, int num_logits, int part);
 /* Other logits of the latest step's num_tokens tokens, by the batch's logit_rows and samplers as they are now. */
 int colibri_forward_logits(void *model, int num_tokens, int num_logits);
+/* Draws or scores the token of each struct Draw, with host threads; of either backend's logits. */
+int colibri_draw(void *draws, int num_draws, int num_threads);
 /* One step of a bare MoE stack, in place on state.x. */
 int colibri_forward_stack(void *model, int num_tokens);
 /* One op of ops.h by its name, on the model's state as colibri_forward would call it: for tests and benchmarks. */
@@ -46,6 +48,9 @@ int colibri_check(const void *model);
 int colibri_guard(const void *data, int64_t bytes, const char *line);
 /* Ends one colibri_guard of that mapping. */
 int colibri_unguard(const void *data);
+/* Makes the panel of few bits (INT8, INT4, FP8) whose weights are the nearest to 64 rows of `columns` wide weights of
+ * dtype `source`, all finite. unit: with INT8 and INT4 the tensor's scale, a power of two. */
+int colibri_search(const void *rows, int source, int64_t columns, int dtype, int group, float unit, void *panel, int num_threads);
 /* Reads `bytes` at `data` with all threads, as fast as the machine can: the ceiling that decode is measured against. */
 double colibri_read_sum(const void *data, int64_t bytes, int num_threads);
 /* Fused multiply-adds a second over all threads, measured for about `seconds`. */

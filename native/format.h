@@ -140,6 +140,9 @@ typedef struct BinHeader {
     uint32_t expert_dtype;      /* of the experts' matrices: 0 weight_dtype, else a DTYPE code + 1 */
     uint32_t dense_dtype;       /* of every other matrix, likewise */
     uint32_t compute_dtype;     /* 16 bits, of operands and caches beside weights of few bits; likewise */
+    uint64_t settings_offset;   /* JSON: chat templates, special tokens, sampling; a multiple of DATA_ALIGNMENT; 0: none */
+    uint64_t settings_bytes;
+    uint32_t settings_crc32;
     uint32_t embed_dtype;       /* of embed and lm_head: 0 as the dense matrices in all, else a DTYPE code + 1 */
     uint32_t expert_group;      /* columns of a row that share a scale, with an expert_dtype of few bits; else 0 */
     uint32_t dense_group;       /* with dense_dtype, likewise */
@@ -147,7 +150,7 @@ typedef struct BinHeader {
     uint32_t expert_zero_points; /* 1: each row of a group has a zero point, in INT8 and INT4; 0: they are 128 and 8 */
     uint32_t dense_zero_points;
     uint32_t embed_zero_points;
-    uint32_t reserved[27];      /* 0 */
+    uint32_t reserved[22];      /* 0 */
 } BinHeader;                    /* 512 bytes */
 
 typedef struct BinTensor {

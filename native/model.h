@@ -52,6 +52,36 @@ typedef struct Batch {
     int32_t sampled[MAX_STEP_LOGITS];
 } Batch;
 
+#define MAX_TOP 20 /* likeliest tokens that are told of a position */
+
+/* One token that is drawn by more than Batch's samplers, or only scored, from a row of logits in host memory. */
+typedef struct Draw {
+    const float *logits;         /* (VOCAB_SIZE) as the model gave them */
+    float *changed;              /* (VOCAB_SIZE) to work in; not read where the token is only scored */
+    const int32_t *biased;       /* (num_biased) tokens */
+    const float *biases;         /* (num_biased) what is added to their logits */
+    const int32_t *seen;         /* (num_seen) tokens of the prompt and of the answer so far, each once */
+    const int32_t *counts;       /* (num_seen) how often the answer so far has each */
+    const int32_t *barred;       /* (num_barred) tokens that may not be drawn */
+    double logprob;              /* written: of the token, by the logits as the model gave them */
+    double top_logprobs[MAX_TOP]; /* written: those of top */
+    int32_t top[MAX_TOP];        /* written: the num_top likeliest tokens, best first */
+    int32_t num_top;             /* -1: no log-probabilities are wanted */
+    int32_t rank;                /* written: 1 and the number of tokens that are likelier */
+    int32_t token;               /* that is scored; -1: it is drawn, and written here; it stays -1 for NaN */
+    int32_t num_biased;
+    int32_t num_seen;
+    int32_t num_barred;
+    int32_t top_k;               /* 0: all */
+    float temperature;           /* 0: greedy */
+    float top_p;                 /* 1: all */
+    float min_p;                 /* 0: all */
+    float uniform;               /* in [0, 1): the draw */
+    float repetition_penalty;    /* divides positive logits of what was seen, multiplies others; 1: none */
+    float frequency_penalty;     /* is taken off once for each time that the answer has the token */
+    float presence_penalty;      /* is taken off once where the answer has it */
+} Draw;
+
 #define FAULT_ROUTER_LOGIT 1 /* a NaN or +inf router logit, or fewer than k finite ones */
 #define FAULT_LOGIT 2        /* a NaN among the logits to sample from */
 #define FAULT_EXPERT 3       /* a chosen expert whose place is -1 */

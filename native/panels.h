@@ -76,6 +76,12 @@ static inline HOST_DEVICE int64_t element_offset(int dtype, int64_t column, int 
     return (column * PANEL_ROWS + row) * (panel_sizes(form, 1).panel_bytes / PANEL_ROWS);
 }
 
+/* From a wide matrix's start to a column's first row in a panel, counted in weights; its other rows follow. */
+static inline HOST_DEVICE int64_t column_index(int64_t columns, int64_t num_stored, int64_t panel, int64_t place,
+                                               int64_t column) {
+    return ((panel * num_stored + place) * columns + column) * PANEL_ROWS;
+}
+
 /* From a panel's start to a group of few bits: its scales, then, table_bytes later, its units. */
 static inline HOST_DEVICE int64_t group_offset(Form form, int64_t column_group) {
     const PanelSizes sizes = panel_sizes(form, form.group);

@@ -18,7 +18,13 @@ HAS_GPU = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
 def pytest_sessionstart():
-    """Nearly all tests need a library: what building one lacks is one line."""
+    """Nearly all tests need a library: what building one lacks is one line.
+
+    A process inherits signals that are ignored, as nohup and a shell's & leave them: tests of signals need them.
+    """
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
     from colibri import build
     from colibri.errors import ColibriError
     try:

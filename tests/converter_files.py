@@ -5,6 +5,7 @@ import zipfile
 import zlib
 
 import numpy as np
+import reference_formats
 
 from colibri import headers
 
@@ -114,16 +115,47 @@ def read_bin(path):
         assert offset % 4096 == 0 and 0 <= offset - end < 4096 and not any(data[end:offset]), name
         end = offset + int(entry["bytes"])
         assert entry["crc32"] == zlib.crc32(data[offset:end]), name
-        dtype = {0: "<f4", 1: "<f2", 2: "<u2"}[int(entry["dtype"])]
         gated = bool(header["gated"]) and name.endswith(("experts_up", "mlp_up"))
-        arrays[name] = _unpanelled(np.frombuffer(data[offset:end], dtype), entry["shape"][:entry["rank"]], gated)
-    if header["tokenizer_bytes"]:
-        start, size = int(header["tokenizer_offset"]), int(header["tokenizer_bytes"])
-        assert start % 4096 == 0 and 0 <= start - end < 4096 and not any(data[end:start])
-        end = start + size
-        assert zlib.crc32(data[start:end]) == header["tokenizer_crc32"]
+        shape = entry["shape"][:entry["rank"]]
+        if entry["dtype"] > 2:
+            arrays[name] = _few_values(header, entry, np.frombuffer(data[offset:end], np.uint8), shape, gated)
+            continue
+        dtype = {0: "<f4", 1: "<f2", 2: "<u2"}[int(entry["dtype"])]
+        assert entry["scale"] == 0
+        arrays[name] = _unpanelled(np.frombuffer(data[offset:end], dtype), shape, gated)
+    for section in ("tokenizer", "settings"):
+        start, size = int(header[f"{section}_offset"]), int(header[f"{section}_bytes"])
+        if size:
+            assert start % 4096 == 0 and 0 <= start - end < 4096 and not any(data[end:start])
+            end = start + size
+            assert zlib.crc32(data[start:end]) == header[f"{section}_crc32"]
     assert len(data) - end < 4096 and not any(data[end:])
     return header, arrays
+
+
+def _few_values(header, entry, stored, shape, gated):
+    """The exact values of weights of few bits, float64."""
+    name, shape = entry["name"].decode(), [int(size) for size in shape]
+    kind = next(tensor.type for tensor in headers.default().tensors(header) if tensor.name == name)
+    form, (experts, rows, columns) = headers.form_of(kind, header), ([1] + shape)[-3:]
+    assert form.dtype == entry["dtype"] and (entry["scale"] > 0) == headers.has_scale(form.dtype)
+    panels = stored.reshape(-1, experts, headers.panel_values(form, columns)["panel_bytes"])
+    codes, scales, zeros = reference_formats.unpack(form, panels, len(panels) * 64, columns)
+    wide = np.repeat(scales, form.group, -1)[..., :columns].astype(np.float64)
+    if form.dtype == reference_formats.FP8:
+        values = reference_formats.e4m3()[codes] * wide
+    elif form.dtype == reference_formats.MXFP4:
+        values = np.ldexp(reference_formats.E2M1[codes].astype(np.float64), wide.astype(int) - 127)
+    else:
+        zero = reference_formats.ZERO[form.dtype] if zeros is None else np.repeat(zeros, form.group, -1)[..., :columns]
+        values = (codes - np.float64(zero)) * wide * np.float64(entry["scale"])
+    places = np.arange(rows)
+    if gated:
+        half, index = places // (rows // 2), places % (rows // 2)
+        places = index // 8 * 16 + half * 8 + index % 8
+    filling = np.delete(np.arange(len(panels) * 64), places)
+    assert not values[:, filling].any() and (form.dtype == reference_formats.MXFP4 or not scales[:, filling].any())
+    return values[:, places].reshape(shape)
 
 
 def _unpanelled(stored, shape, gated):

@@ -229,7 +229,7 @@ def forward(model, tokens, positions, slots, cache):
     return rms_norm(x, model["final_norm"], model["norm_eps"]) @ head.T
 
 
-def sample(logits, temperature, top_k, top_p, uniform):
+def sample(logits, temperature, top_k, top_p, uniform, min_p=0):
     """The token that one row of logits yields for the draw `uniform`."""
     best = int(np.argmax(logits))
     if temperature == 0:
@@ -237,13 +237,35 @@ def sample(logits, temperature, top_k, top_p, uniform):
     with np.errstate(invalid="ignore"):
         mass = np.exp((logits.astype(np.float64) - logits[best]) / temperature)
     mass[logits == logits[best]] = 1
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top_k or None]
+    likely = [i for i in range(len(logits)) if mass[i] >= min_p]
+    order = sorted(likely, key=lambda i: (-logits[i], i))[:top_k if top_k > 0 else None]
     if top_p < 1:
         reached = np.cumsum(mass[order])
         order = order[:np.searchsorted(reached, top_p * reached[-1]) + 1]
     order = sorted(order)
     reached = np.cumsum(mass[order])
     return order[min(np.searchsorted(reached, uniform * reached[-1], side="right"), len(order) - 1)]
+
+
+def changed(logits, sampler, prompt, drawn, eos=()):
+    """Logits with a Sampler's bias, penalties and barred tokens, in float32."""
+    logits, bias = logits.astype(np.float32), dict(sampler.logit_bias)
+    for token in range(len(logits)):
+        count, value = drawn.count(token), logits[token] + np.float32(bias.get(token, 0))
+        if count or token in prompt:
+            penalty = np.float32(sampler.repetition_penalty)
+            value = value / penalty if value > 0 else value * penalty
+            value -= np.float32(sampler.frequency_penalty) * np.float32(count)
+            value -= np.float32(sampler.presence_penalty if count else 0)
+        logits[token] = value
+    if len(drawn) < sampler.min_tokens:
+        logits[sorted({*eos, *sampler.stop_token_ids})] = -np.inf
+    return logits
+
+
+def log_softmax(logits):
+    logits = logits.astype(np.float64) - logits.max()
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 def to_bits(array, dtype):

@@ -65,7 +65,7 @@ class Service:
         while not (found := re.search(r"^serving \S+ on (.*)\n", self.log, re.MULTILINE)):
             assert self.process.poll() is None and time.monotonic() < end, self.log
             time.sleep(0.01)
-        self.places = found[1].split(", ")
+        self.places = [place for place in found[1].split(", ") if ":" in place]  # without what the model's file says
         self.port = next((int(place.rpartition(":")[2]) for place in self.places if place.startswith("http ")), None)
         return self
 

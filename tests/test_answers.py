@@ -5,9 +5,9 @@ import json
 
 import pytest
 import text_models
+from asking import ask
 from conftest import program
 from service import Service
-from test_http import ask
 from tokenizers import AddedToken
 
 from colibri.checkpoint import Checkpoint

@@ -23,11 +23,11 @@ def contents(directory):
     """Random stored bytes for each tensor, in two pieces."""
     generator = np.random.default_rng(0)
     sizes = {entry["name"].decode(): int(entry["bytes"]) for entry in directory}
-    return {name: [generator.bytes(size // 2) for _ in range(2)] for name, size in sizes.items()}
+    return {name: (0, [generator.bytes(size // 2) for _ in range(2)]) for name, size in sizes.items()}
 
 
 def test_a_planned_file_is_written_to_the_byte(tmp_path):
-    header, directory = bin_writer.plan(FIELDS, "f16")
+    header, directory = bin_writer.plan({**FIELDS, "weight_dtype": 1})
     data, told = contents(directory), []
     with bin_writer.replacing(tmp_path / "a.bin", int(header["file_bytes"]), False) as file:
         bin_writer.write(file, header, directory, data.__getitem__, told.append)
@@ -35,20 +35,21 @@ def test_a_planned_file_is_written_to_the_byte(tmp_path):
     assert len(content) == header["file_bytes"] and sum(told) == directory["bytes"].sum()
     for entry in directory:
         offset = int(entry["offset"])
-        assert content[offset:offset + int(entry["bytes"])] == b"".join(data[entry["name"].decode()])
+        assert content[offset:offset + int(entry["bytes"])] == b"".join(data[entry["name"].decode()][1])
     assert list(tmp_path.iterdir()) == [tmp_path / "a.bin"]
 
 
 @pytest.mark.parametrize("dtype, size", [("f16", 2), ("bf16", 2), ("f32", 4)])
 def test_sizes_and_codes(tmp_path, dtype, size):
-    header, directory = bin_writer.plan({**FIELDS, "gated": 1}, dtype)
+    header, directory = bin_writer.plan({**FIELDS, "gated": 1, "weight_dtype": headers.default().codes("DTYPE")[dtype]})
     entries = {entry["name"].decode(): entry for entry in directory}
     up, router = entries["layers.1.experts_up"], entries["layers.1.router"]
     assert list(up["shape"]) == [3, 12, 10] and up["bytes"] == 3 * 64 * 10 * size
     assert list(router["shape"]) == [3, 10, 0] and router["bytes"] == 64 * 10 * 4 and router["dtype"] == 0
     assert up["dtype"] == header["weight_dtype"] == headers.default().codes("DTYPE")[dtype]
     with open(tmp_path / "a.bin", "wb", buffering=0) as file:
-        bin_writer.write(file, header, directory, lambda name: [bytes(int(entries[name]["bytes"]))], lambda size: None)
+        bin_writer.write(file, header, directory, lambda name: (0, [bytes(int(entries[name]["bytes"]))]),
+                         lambda size: None)
     assert set(read_bin(tmp_path / "a.bin")[1]) == set(entries)
 
 

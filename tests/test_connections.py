@@ -111,7 +111,7 @@ def http_client(service):
     return Client(("127.0.0.1", service.port))
 
 
-GET = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /%b HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def test_idle_connections_end(moe_32, tmp_path):
@@ -166,7 +166,7 @@ def test_health_while_all_places_are_idle(moe_32, tmp_path):
 def test_completions_while_all_places_are_idle(moe_32, tmp_path):
     """Also those in the spare places make room, and one that has a spare place gets another's for a completion."""
     body = json.dumps({"model": "moe-32.bin", "prompt": "x", "max_tokens": 1}).encode()
-    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     with with_few_files(moe_32, tmp_path) as service:
         idle = [http_client(service) for _ in range(18)]
         time.sleep(1.5)
@@ -182,7 +182,7 @@ def test_completions_while_all_places_are_idle(moe_32, tmp_path):
 
 def test_health_while_all_places_are_taken(moe_32, tmp_path):
     """Spare places are for what needs no request: a completion is refused there, and more connections are."""
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
     with with_places(moe_32, tmp_path, 3, 60) as service:
         taken = [http_client(service) for _ in range(3)]
         for client in taken:

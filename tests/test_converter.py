@@ -16,8 +16,9 @@ from converter_files import MIXTRAL_CONFIG, gpt_arrays, mixtral_arrays, read_bin
 
 from colibri.checkpoint import Checkpoint
 from converter import __main__ as converter
-from converter import bin_writer, quantized
+from converter import bin_writer
 from converter.pt_reader import read_checkpoint
+from converter.tensor import e4m3_values
 
 DATA = Path(__file__).parent / "data"
 MODELS = Path(__file__).parent.parent / "models"
@@ -147,7 +148,7 @@ def write_typed(path, arrays, codes):
 
 
 def test_fp8_of_a_model_in_other_floats(capfd, tmp_path):
-    """bf16 where the rest is bf16; one product, rounded once, in another --dtype; scales in bf16, f16 and f32."""
+    """fp8 stays, unless other experts are not; one product, rounded once, in a --dtype; scales in bf16, f16 and f32."""
     arrays, products, codes = mixtral_arrays(dtype=np.float32), {}, {"f4": "F32", "f2": "F16", "u2": "BF16", "u1": "F8_E4M3"}
     generator = np.random.default_rng(8)
     for i, name in enumerate([name for name in arrays if "experts" in name]):
@@ -155,18 +156,22 @@ def test_fp8_of_a_model_in_other_floats(capfd, tmp_path):
         scale = generator.random((1, 1), np.float32) / 100
         stored = (scale.view(np.uint32) >> 16).astype("u2") if kind == "u2" else scale.astype(kind)
         scale = (stored.astype(np.uint32) << 16).view("f4") if kind == "u2" else stored
-        products[name] = quantized.e4m3_values()[bits] * scale.astype(np.float64)
+        products[name] = e4m3_values()[bits] * scale.astype(np.float64)
         arrays |= {name: bits, name + "_scale_inv": stored}
     first, *_ = products
     write_typed(tmp_path / "mixed.safetensors", {**{name: array for name, array in arrays.items() if name !=
                                                     first + "_scale_inv"}, first: products[first].astype("f4")}, codes)
-    assert "w3.weight: dtype=scaled fp8, expected float32 as in " in refusal(
-        capfd, tmp_path / "mixed.safetensors", tmp_path / "a.bin")
+    header, got = convert(tmp_path / "mixed.safetensors", tmp_path / "a.bin")
+    assert "experts.0.w3.weight: fp8, but model.layers.0.block_sparse_moe.experts.0.w1.weight: float32: all of the " \
+           "experts become f16\n" in capfd.readouterr().err
+    assert header["weight_dtype"] == 1 and got["layers.0.experts_up"].dtype == np.float16
     path = tmp_path / "a.safetensors"
     write_typed(path, arrays, codes)
     header, got = convert(path, tmp_path / "kept.bin")  # what is no expert's stays as it is
-    assert (header["weight_dtype"], header["dense_dtype"]) == (2, 1) and got["layers.0.experts_up"].dtype == np.uint16
+    names = ("weight_dtype", "expert_dtype", "dense_dtype", "embed_dtype", "compute_dtype")
+    assert tuple(header[name] for name in names) == (1, 6, 1, 0, 2)
     np.testing.assert_array_equal(got["embed"], arrays["model.embed_tokens.weight"])
+    check_mixtral(got, {**arrays, **products}, 2, 3)
     for dtype, kind in (("f16", np.float16), ("f32", np.float32)):
         _, got = convert(path, tmp_path / f"{dtype}.bin", "--dtype", dtype)
         check_mixtral(got, {name: products.get(name, array).astype(kind) if array.ndim == 2 and "moe.gate" not in name
@@ -250,7 +255,11 @@ def test_version_1_inputs_that_cannot_be(capfd, tmp_path, flags, cause):
     (["--format", "v1", "--layer", "2"], "--layer: 2"),
     (["--format", "v1", "--layer", "0", "--dtype", "bf16"], "--dtype: bf16, expected f16"),
     (["--format", "v3"], "--format: v3, expected one of v2, v1"), (["--layer", "0"], "--layer: 0, expected only with"),
-    (["--dtype", "int4"], "--dtype: int4, expected one of keep, f16, bf16, f32"), (["--hidden", "64"], "only for a version 1"),
+    (["--dtype", "int3"], "--dtype: int3, expected one of keep, int4, int8, fp8, f16, bf16, f32"),
+    (["--group", "16"], "--group: 16, expected one of 32, 64, 128"),
+    (["--group", "32", "--dtype", "fp8"], "--group: 32, expected only with matrices in int4 or int8; drop it"),
+    (["--format", "v1", "--layer", "0", "--expert-dtype", "int8"], "--expert-dtype: int8, expected none with --format v1"),
+    (["--hidden", "64"], "only for a version 1"),
     (["--activation", "tanh"], "--activation: activation=tanh, expected one of silu, gelu, relu"),
     (["--colour"], "--colour: unknown option, expected one that --help lists"),
     (["--k", "two"], "--k: two, expected an integer"), (["--k", "33"], "k=33, expected 1 to 16")])
@@ -434,9 +443,6 @@ def test_memory_stays_bounded(big_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_leave_nothing(big_checkpoint, tmp_path, number):
-    """Also where the tests run under nohup, whose ignored SIGHUP a process inherits."""
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = start(big_checkpoint, tmp_path / "a.bin")
     while process.poll() is None and not list(tmp_path.iterdir()):
         time.sleep(0.001)

@@ -146,7 +146,7 @@ def test_memory_is_flat(gpu):
 
 def test_nan_in_the_router_names_layer_and_token(moe_32, tmp_path):
     with Engine(moe_32, backend="cuda") as engine, engine.session() as session:
-        engine.memory.write(int(engine._weights[1][2]["ffn_norm"]), np.full(128, np.nan, np.float32))
+        engine.memory.write(int(engine._model.weights[1][2]["ffn_norm"]), np.full(128, np.nan, np.float32))
         with pytest.raises(ColibriError, match=r"layers\.2\.router: logits of token 0 are NaN"):
             engine.step([(session, b"AB")])
 

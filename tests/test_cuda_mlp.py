@@ -58,7 +58,7 @@ def opened(files, name):
 def mlp(request, files):
     for pair in opened(files, request.param):
         pair.input = "normed" if pair.header["num_heads"] else "x"
-        pair.layers = [layer for layer in (0, 1) if pair.host._weights[1][layer]["mlp_up"]]
+        pair.layers = [layer for layer in (0, 1) if pair.host._model.weights[1][layer]["mlp_up"]]
         yield pair
 
 

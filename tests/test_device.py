@@ -274,7 +274,7 @@ def test_engine_over_a_made_up_gpu(made_up, moe_32):
         assert used.seconds["library"] >= 0
         for _ in range(2):
             in_thread(generate, used)
-        assert used.memory.read(int(used._weights[0]["embed"][0]), (8,), np.uint8).tolist() == (
+        assert used.memory.read(int(used._model.weights[0]["embed"][0]), (8,), np.uint8).tolist() == (
             used.checkpoint.tensors["embed"].view(np.uint8)[:8].tolist())
         used.close()
         assert not made_up.held

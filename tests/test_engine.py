@@ -305,7 +305,7 @@ def test_draws_are_even():
 @pytest.mark.parametrize("options, message", [
     ({"temperature": -1}, "temperature: -1"), ({"temperature": float("nan")}, "temperature: nan"),
     ({"top_p": 0}, "top_p: 0"), ({"top_p": 1e-50}, "top_p: 1e-50"), ({"top_p": 1.5}, "top_p: 1.5"),
-    ({"top_k": -1}, "top_k: -1"),
+    ({"top_k": -2}, "top_k: -2"),
     ({"seed": -1}, "seed: -1"), ({"max_new_tokens": 2.5}, "max_new_tokens: 2.5, expected 1 to"),
     ({"max_new_tokens": 0}, "max_new_tokens: 0, expected 1 to")])
 def test_wrong_sampling_options(engine, options, message):

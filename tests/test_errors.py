@@ -1,8 +1,10 @@
 """The catalogue of errors: what causes each, and its exact line. Each exits with 2, without a traceback or output."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -66,6 +68,15 @@ no context: --model moe.bin --prompt hello --context 0
     --context: 0, expected 1 to 1073741824
 context of a stack: --model stack.bin --input x.npy --output y.npy --context 100
     --context: 100, expected only for a model with attention; stack.bin is a bare stack of MoE layers, leave it out
+no keys: --model moe.bin --http :0 --api-key-file empty.bin
+    --api-key-file: empty.bin: no key, expected at least one, a line each; write one, or leave the option out
+a blank in a key: --model moe.bin --http :0 --api-key-file text.npy
+    --api-key-file: text.npy: a blank or another character than ASCII's in line 1, expected one key a line, of visible
+    ASCII characters; correct it
+keys of lines: --model moe.bin --serve - --api-key-file x.npy
+    --api-key-file: given, expected only with --http; leave it out
+origin with a path: --model moe.bin --http :0 --cors http://localhost:3000/
+    --cors: http://localhost:3000/, expected * or an origin such as http://localhost:3000, without a path; correct it
 context of a server: --model moe.bin --serve - --context 513
     --context: 513, expected at most 512, the model's own positions (max_positions of moe.bin); use fewer
 batch too large for a step: --model moe.bin --batch-size 600
@@ -116,7 +127,7 @@ not a plain number: --model moe.bin --prompt hello --temperature 1_0
 huge temperature: --model moe.bin --prompt hello --temperature 1e300
     --temperature: 1e+300, expected 0 (greedy) to 1e30
 huge top-k: --model moe.bin --prompt hello --temperature 1 --top-k 2147483648
-    --top-k: 2147483648, expected 0 (all) to 2^31 - 1
+    --top-k: 2147483648, expected 0 or -1 (all) to 2^31 - 1
 underscore: --model moe.bin --batch-size 1_0
     --batch-size: 1_0, expected an integer, 1 to 65536
 blank: --model moe.bin --seq-len '30 '
@@ -162,7 +173,14 @@ no model: --prompt hello
 option of another run: --model moe.bin --prompt hello --repeat 3
     --repeat: given, expected only without --prompt; leave it out
 sampling without prompt: --model moe.bin --top-k 3
-    --top-k: given, expected only with --prompt; leave it out
+    --top-k: given, expected only with --prompt or --chat; leave it out
+system without chat: --model moe.bin --prompt x --system y
+    --system: given, expected only with --chat; leave it out
+prompt with chat: --model moe.bin --chat --prompt x
+    --prompt: given, expected only without --chat; leave it out
+chat with a stack: --model stack.bin --chat
+    stack.bin: vocab_size=0, expected tokens for a prompt; this is a bare stack of MoE layers, use --input, or a latency
+    run
 input alone: --model stack.bin --input x.npy
     --output: missing, expected with --input; hidden states go from --input to --output
 output over input: --model stack.bin --input x.npy --output ./x.npy
@@ -254,6 +272,39 @@ def test_prompts_that_the_models_tokenizer_does_not_take(place):
         write("prompt.txt", prompt)
         run = program("colibri.run", "--model", "words.bin", "--no-build", "--prompt", "@prompt.txt", cwd=place)
         assert line_of(run) == line
+
+
+# A folder of tests/data/quantized, what is changed in its quantization_config, options, and the line that it ends with.
+FEW_BITS = [
+    ("gptq4", {"bits": 3}, [],
+     ("gptq4/config.json: quantization_config.bits=3, expected 4 or 8; correct the config, or it asks for what Colibri does "
+      "not compute")),
+    ("gptq4", {"quant_method": "bitsandbytes"}, [],
+     ('gptq4/config.json: quantization_config.quant_method="bitsandbytes", expected "fp8" or "mxfp4" or "gptq" or "awq" or '
+      '"compressed-tensors"; correct the config, or it asks for what Colibri does not compute')),
+    ("gptq4", {"group_size": 64}, [],
+     ("gptq4: model.layers.0.block_sparse_moe.experts.0.w1.qweight: 2 groups for 64 columns, expected group_size=64; the "
+      "checkpoint and its config disagree")),
+    ("awq", {"version": "gemv"}, [],
+     ('awq/config.json: quantization_config.version="gemv", expected "gemm" or "GEMM"; correct the config, or it asks for '
+      "what Colibri does not compute")),
+    ("awq", {}, ["--group", "64"],
+     ("awq: model.layers.0.mlp.experts.0.gate_proj.qweight: int4 in groups of 32 columns, expected a multiple of 64, or a "
+      "whole row; leave --group out")),
+    ("fp8", {}, ["--group", "64", "--dtype", "f16"],
+     "--group: 64, expected only with matrices in int4 or int8; drop it"),
+    ("fp8", {}, ["--format", "v1", "--layer", "1", "--group", "64"],
+     "--group: 64, expected none with --format v1, which is f16; drop it")]
+
+
+@pytest.mark.parametrize(("name", "changes", "options", "line"), FEW_BITS)
+def test_checkpoints_of_few_bits(tmp_path, name, changes, options, line):
+    shutil.copytree(ROOT / "tests" / "data" / "quantized" / name, tmp_path / name)
+    values = json.loads((tmp_path / name / "config.json").read_text())
+    values["quantization_config"].update(changes)
+    (tmp_path / name / "config.json").write_text(json.dumps(values))
+    run = program("converter", name, "a.bin", *options, cwd=tmp_path)
+    assert line_of(run) == line and not (tmp_path / "a.bin").exists()
 
 
 def test_full_stdout(place):

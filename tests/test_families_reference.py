@@ -84,7 +84,7 @@ REFUSED = [
     ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("mixtral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
     ("mixtral", {"num_experts": 9}, "num_experts=9"),
-    ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quant_method"),
+    ("mixtral", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method=\"hqq\", expected"),
     ("mixtral", {"quantization_config": "awq"}, 'quantization_config="awq", expected an object'),
     ("mixtral", {"vocab_size": float("nan")}, "vocab_size=NaN, expected int, not negative"),
     ("mixtral", {"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN, expected float, not negative"),
@@ -126,7 +126,7 @@ def test_no_more_dense_layers_than_layers():
 def test_names_of_fp8(fmt):
     quantization = {"quant_method": "fp8", "fmt": fmt, "activation_scheme": "dynamic", "weight_block_size": [64, 32]}
     values = {**config("minimax_m2"), "quantization_config": quantization}
-    assert sources.header_fields(Values(values, "case"))[1]["fp8_block"] == [64, 32]
+    assert sources.header_fields(Values(values, "case"))[1]["scheme"].block == [64, 32]
 
 
 PT = Path(__file__).parent / "data" / "pt"

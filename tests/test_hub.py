@@ -15,6 +15,7 @@ from converter_files import MIXTRAL_CONFIG, mixtral_arrays, write_pt
 from test_converter import convert, refusal
 from test_inputs import inspected, write_safetensors
 
+from colibri.checkpoint import Checkpoint
 from converter import hub
 
 ARRAYS, OTHERS = mixtral_arrays(seed=3), mixtral_arrays(seed=4)
@@ -123,15 +124,26 @@ def test_only_what_is_read_is_fetched(tmp_path, remote):
     model(remote.folder)
     write_pt(remote.folder / "pytorch_model.bin", OTHERS)
     for name in ("consolidated.safetensors", "original/model.safetensors", "README.md", "model.gguf", "onnx/model.onnx",
-                 "flax_model.msgpack", "tf_model.h5", "tokenizer_config.json", "chat_template.jinja"):
+                 "flax_model.msgpack", "tf_model.h5", "tokenizer_config.json", "chat_template.json"):
         (remote.folder / name).parent.mkdir(exist_ok=True)
         (remote.folder / name).write_bytes(b"{}")
     convert("org/name@v2", tmp_path / "a.bin")
     assert {*remote.asked} == {("org/name", "v2")}
     assert (tmp_path / "a.bin").read_bytes() == expected(tmp_path)
     assert sorted(str(file.relative_to(remote.local)) for file in remote.local.rglob("*")) == [
-        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "chat_template.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json"]
+
+
+def test_chat_templates_are_fetched(tmp_path, remote):
+    model(remote.folder)
+    (remote.folder / "chat_templates").mkdir()
+    for name in ("chat_template.jinja", "chat_templates/tool_use.jinja", "special_tokens_map.json"):
+        (remote.folder / name).write_text('{"bos_token": "<s>"}')
+    convert("org/name", tmp_path / "a.bin")
+    settings = Checkpoint(tmp_path / "a.bin").settings
+    assert settings.chat_templates == dict.fromkeys(("default", "tool_use"), '{"bos_token": "<s>"}')
+    assert settings.special_tokens == {"bos_token": "<s>"}
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -18,7 +18,8 @@ from service import TIMEOUT, Service
 
 from colibri.engine import Engine
 from colibri.intake import LARGE
-from colibri.requests import ESCAPED, OTHER_BYTES, SPACED, Reader, Refused, leading_id
+from colibri.refused import Refused
+from colibri.requests import ESCAPED, OTHER_BYTES, SPACED, Reader, leading_id
 from colibri.text import DROPPED_BYTES, Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -15,6 +15,8 @@ from conftest import ROOT
 from service import LONG, SLOW, TIMEOUT, Service, run_lines, wakes
 from synthetic import STACK, write_model
 
+from colibri.log import MESSAGE
+
 
 def test_logs(moe_32):
     secret = b'{"id": "a b\\n\\u00e9", "prompt": "my secret\\n", "max_new_tokens": 2}\n'
@@ -30,17 +32,19 @@ def test_logs(moe_32):
 
 
 @pytest.mark.parametrize("fields, message", [
-    ({"prompt": "my secret", "seed": -1}, "seed: ..., expected 0 to 2^64 - 1"),
+    ({"prompt": "my secret", "seed": -2}, "seed: ..., expected 0 to 2^64 - 1"),
     ({"prompt": ["my secret"]}, "prompt: ..., expected a string"),
     ({"prompt_ids": "my secret"}, "prompt_ids: ..., expected a list of integers"),
     ({"prompt_ids": [7, 4711]}, "prompt_ids[1]: ..., expected 0 to 255"),
     ({"prompt": "my secret", "max_new_tokens": "my secret"}, "max_new_tokens: ..., expected an integer, 1 or more"),
     ({"prompt": "x", "my secret": 1}, (
-        "...: unknown field, expected one of id, prompt, prompt_ids, input, output, max_new_tokens, temperature, "
-        "top_k, top_p, seed, stream, deadline_ms, add_special_tokens")),
+        "...: unknown field, expected one of id, prompt, prompt_ids, input, output, max_new_tokens, stream, "
+        "deadline_ms, add_special_tokens, temperature, top_k, top_p, seed, min_p, presence_penalty, "
+        "frequency_penalty, repetition_penalty, logit_bias, min_tokens, stop_token_ids, ignore_eos, choice, "
+        "logprobs, prompt_logprobs, stop, include_stop_str_in_output, skip_special_tokens")),
     ({"prompt": "x", "top_p": "e"}, "top_p: ..., expected a number"),
     ({"prompt": "x", "temperature": 1, "top_p": 4711}, "top_p: ..., expected more than 0 and at most 1"),
-    ({"prompt": "x", "top_k": -1}, "top_k: ..., expected 0 (all) to 2^31 - 1"),
+    ({"prompt": "x", "top_k": -2}, "top_k: ..., expected 0 or -1 (all) to 2^31 - 1"),
     ({"prompt": "x", "max_new_tokens": 4711}, ("max_new_tokens: ..., expected at most 512 after a prompt of 1 token in "
                                                "a context of 512, the model's own positions (max_positions of PATH); "
                                                "use fewer")),
@@ -52,11 +56,11 @@ def test_the_message_of_a_refused_request_in_the_log(moe_32, fields, message):
     got, text = run_lines(moe_32, line)
     message = message.replace("PATH", str(moe_32))
     logged = re.search(r"Z request id=1 (?:prompt_tokens=0 tokens=0 )?finish=error code=\w+ message=(\"[^\"]*\")", text)
-    assert logged[1] == json.dumps(message)
+    assert logged[1] == json.dumps(message[:MESSAGE])
     assert "secret" not in text and "4711" not in text
     _, text = run_lines(moe_32, line, "--log-format", "json", "--log-prompts")
     logged = json.loads(text.splitlines()[-1])
-    assert logged["message"] == got[0]["error"]["message"] and logged["code"] == got[0]["error"]["code"]
+    assert logged["message"] == got[0]["error"]["message"][:MESSAGE] and logged["code"] == got[0]["error"]["code"]
 
 
 @pytest.mark.parametrize("line, said, message", [
@@ -101,7 +105,8 @@ def test_every_line_of_a_log_in_json(moe_32):
     _, rest = process.communicate(timeout=TIMEOUT)
     serving, stopping, terminated = ({**json.loads(line), "time": ""} for line in lines)
     assert process.returncode == 143 and rest == b""
-    assert serving == {"time": "", "event": "serving", "model": "moe-32.bin", "serve": "stdin", "http": serving["http"]}
+    assert serving == {"time": "", "event": "serving", "model": "moe-32.bin", "serve": "stdin", "http": serving["http"],
+                       "chat_template": False}
     assert re.fullmatch(r"127.0.0.1:\d+", serving["http"])
     assert stopping == {"time": "", "event": "stopping", "requests": 1}
     assert terminated == {"time": "", "event": "terminated"}

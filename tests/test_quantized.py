@@ -8,9 +8,14 @@ from test_interleave import nearest_bf16
 
 from colibri.errors import ColibriError
 from converter import interleave, quantized, views
-from converter.tensor import NUMPY_DTYPES, Storage, Tensor
+from converter import scheme as schemes
+from converter.tensor import NUMPY_DTYPES, Storage, Tensor, e4m3_values
 
 RANDOM = np.random.default_rng(7)
+
+
+def decoded(tensors, block=(128, 128)):
+    return quantized.decoded(tensors, schemes.NONE._replace(block=list(block)), "case", [])
 
 
 def tensor(name, dtype, array):
@@ -45,7 +50,7 @@ STORED = {"float32": lambda values: (values, values), "float16": lambda values: 
 
 
 def test_e4m3_has_the_values_of_its_definition():
-    values = quantized.e4m3_values()
+    values = e4m3_values()
     assert [values[bits] for bits in (0x00, 0x01, 0x07, 0x08, 0x38, 0x7E, 0xB8)] == [
         0, 2.0 ** -9, 7 * 2.0 ** -9, 2.0 ** -6, 1, 448, -1]
     assert np.isnan(values[[0x7F, 0xFF]]).all() and np.isfinite(np.delete(values, [0x7F, 0xFF])).all()
@@ -58,8 +63,8 @@ def test_fp8_rows_carry_the_scale_of_their_block(kind, dtype):
     stored, scale = STORED[kind](RANDOM.random((3, 4), np.float32) + np.float32(0.5))
     tensors = {"w.weight": tensor("w.weight", "float8_e4m3fn", bits),
                "w.weight_scale_inv": tensor("w.weight_scale_inv", kind, stored)}
-    result = quantized.decoded(tensors, [32, 16], "case")
-    expected = rounded([[float(quantized.e4m3_values()[bits[r, c]]) * float(scale[r // 32, c // 16])
+    result = decoded(tensors, [32, 16])
+    expected = rounded([[float(e4m3_values()[bits[r, c]]) * float(scale[r // 32, c // 16])
                          for c in range(50)] for r in range(70)], dtype)
     assert list(result) == ["w.weight"]
     np.testing.assert_array_equal(written(result["w.weight"], dtype), expected)
@@ -80,16 +85,16 @@ def test_an_fp8_product_is_rounded_once(dtype, ties):
     twice = rounded(exact.astype(np.float32).astype(np.float64), dtype)
     expected = rounded(exact, dtype)
     assert (twice != expected).any()
-    np.testing.assert_array_equal(written(quantized.decoded(tensors, [1, 1], "case")["w"], dtype), expected)
+    np.testing.assert_array_equal(written(decoded(tensors, [1, 1])["w"], dtype), expected)
 
 
 def test_fp8_of_all_experts_in_one_tensor():
     bits = RANDOM.integers(0, 0x7F, (3, 14, 21), np.uint8)
     scale = RANDOM.random((3, 4, 3), np.float32)
     tensors = {"up": tensor("up", "float8_e4m3fn", bits), "up_scale_inv": tensor("up_scale_inv", "float32", scale)}
-    part = quantized.decoded(tensors, [4, 8], "case")["up"]
+    part = decoded(tensors, [4, 8])["up"]
     wide = np.repeat(np.repeat(scale, 4, 1), 8, 2)[:, :14, :21].astype(np.float64)
-    expected = (quantized.e4m3_values()[bits] * wide).astype(np.float32)
+    expected = (e4m3_values()[bits] * wide).astype(np.float32)
     for e in range(3):
         np.testing.assert_array_equal(written(views.up_rows(part, {"ffn": 7}, e)[0], "f32"), expected[e, 7:])
         np.testing.assert_array_equal(written(views.expert(part, {}, e)[0], "f32", (3, 12)), expected[e, 3:12])
@@ -100,7 +105,7 @@ def test_mxfp4_experts_are_rows_of_gate_and_up_in_turn(dtype):
     blocks = RANDOM.integers(0, 256, (3, 10, 2, 16), np.uint8)
     scales = RANDOM.integers(118, 136, (3, 10, 2), np.uint8)
     tensors = {"up_blocks": tensor("up_blocks", "uint8", blocks), "up_scales": tensor("up_scales", "uint8", scales)}
-    part = quantized.decoded(tensors, [128, 128], "case")["up_blocks"]
+    part = decoded(tensors, [128, 128])["up_blocks"]
     steps = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     expected = np.zeros((3, 10, 64))
     for e, r, c in np.ndindex(expected.shape):
@@ -117,7 +122,7 @@ def test_mxfp4_experts_are_rows_of_gate_and_up_in_turn(dtype):
 def fp8(bits, scale, kind="float32", block=(32, 16)):
     tensors = {"w": tensor("w", "float8_e4m3fn", np.asarray(bits, np.uint8)),
                "w_scale_inv": tensor("w_scale_inv", kind, np.asarray(scale))}
-    return quantized.decoded(tensors, block, "case")["w"]
+    return decoded(tensors, block)["w"]
 
 
 def test_scales_that_do_not_fit_are_refused():
@@ -130,7 +135,7 @@ def test_scales_that_do_not_fit_are_refused():
     tensors = {"up_blocks": tensor("up_blocks", "uint8", np.zeros((5, 3, 16), np.uint8)),
                "up_scales": tensor("up_scales", "uint8", np.zeros((5, 3), np.uint8))}
     with pytest.raises(ColibriError, match=r"up_blocks: uint8 \(5, 3, 16\), expected uint8 \[experts, rows, groups, 16\]"):
-        quantized.decoded(tensors, [128, 128], "case")
+        decoded(tensors, [128, 128])
 
 
 @pytest.mark.parametrize("bits, scale, kind, dtype, cause", [
@@ -150,6 +155,6 @@ def test_products_that_are_no_numbers(bits, scale, kind, dtype, cause):
 def test_an_mxfp4_scale_of_nan():
     tensors = {"up_blocks": tensor("up_blocks", "uint8", np.zeros((1, 2, 1, 16), np.uint8)),
                "up_scales": tensor("up_scales", "uint8", np.array([[[127], [255]]], np.uint8))}
-    part = views.expert(quantized.decoded(tensors, [128, 128], "case")["up_blocks"], {}, 0)[0]
+    part = views.expert(decoded(tensors, [128, 128])["up_blocks"], {}, 0)[0]
     with pytest.raises(ColibriError, match=r"value=nan at \[1, 0\], expected a finite number"):
         written(part, "f32")

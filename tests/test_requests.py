@@ -9,11 +9,14 @@ import pytest
 from synthetic import STACK, write_model
 
 from colibri.engine import Engine
-from colibri.requests import Reader, Refused, cancelled_id, parse
+from colibri.refused import Refused
+from colibri.requests import Reader, cancelled_id, parse
 from colibri.sampling import Sampler
 
-NAMES = ("id, prompt, prompt_ids, input, output, max_new_tokens, temperature, top_k, top_p, seed, stream, deadline_ms, "
-         "add_special_tokens")
+NAMES = ("id, prompt, prompt_ids, input, output, max_new_tokens, stream, deadline_ms, add_special_tokens, temperature, "
+         "top_k, top_p, seed, min_p, presence_penalty, frequency_penalty, repetition_penalty, logit_bias, min_tokens, "
+         "stop_token_ids, ignore_eos, choice, logprobs, prompt_logprobs, stop, include_stop_str_in_output, "
+         "skip_special_tokens")
 INTEGER_ID = "expected a string of at most 128 characters or an integer of 64 bits"
 ONE_INPUT = "expected exactly one of prompt, prompt_ids, input"
 
@@ -75,14 +78,14 @@ BAD = [
     (b'"temperature": 1' + b"0" * 400, "temperature: a number of more than 64 bits, expected 0 (greedy) to 1e30"),
     (b'"temperature": "hot"', 'temperature: "hot", expected a number'),
     (b'"temperature": false', "temperature: false, expected a number"),
-    (b'"top_k": -1', "top_k: -1, expected 0 (all) to 2^31 - 1"),
-    (b'"top_k": 1.5', "top_k: 1.5, expected 0 (all) to 2^31 - 1"),
-    (b'"top_k": 2147483648', "top_k: 2147483648, expected 0 (all) to 2^31 - 1"),
+    (b'"top_k": -2', "top_k: -2, expected 0 or -1 (all) to 2^31 - 1"),
+    (b'"top_k": 1.5', "top_k: 1.5, expected 0 or -1 (all) to 2^31 - 1"),
+    (b'"top_k": 2147483648', "top_k: 2147483648, expected 0 or -1 (all) to 2^31 - 1"),
     (b'"top_p": 0', "top_p: 0, expected more than 0 and at most 1"),
     (b'"top_p": 1' + b"0" * 40, "top_p: a number of more than 64 bits, expected more than 0 and at most 1"),
     (b'"top_p": 1e-50', "top_p: 1e-50, expected at least 1e-45, which is more than 0 as a float32, and at most 1"),
     (b'"top_p": 1.01', "top_p: 1.01, expected more than 0 and at most 1"),
-    (b'"seed": -1', "seed: -1, expected 0 to 2^64 - 1"),
+    (b'"seed": -2', "seed: -2, expected 0 to 2^64 - 1"),
     (b'"seed": 18446744073709551616', "seed: a number of more than 64 bits, expected 0 to 2^64 - 1"),
     (b'"seed": 1.0', "seed: 1.0, expected 0 to 2^64 - 1"),
     (b'"stream": 1', "stream: 1, expected true or false"),

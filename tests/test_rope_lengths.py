@@ -11,9 +11,9 @@ from conftest import DATA, opened
 from converter_files import read_bin
 from synthetic import DENSE, write_model
 
-from colibri.engine import Engine
 from colibri.errors import ColibriError
 from colibri.headers import mask
+from colibri.model import Model as Bound
 from colibri.requests import Request
 from colibri.sampling import Sampler
 from colibri.scheduler import Scheduler
@@ -132,7 +132,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(model):
 @pytest.mark.parametrize("ends", [(20, 41), (40, 41)])
 def test_a_step_that_fails_leaves_the_session_as_it_was(model, broken, ends, monkeypatch):
     """Whichever of its calls fails: then a shorter step has the short frequencies, and the same one the long ones."""
-    text, lengths, calls, run = tokens(60, 6), [10] * 10, [], Engine._run
+    text, lengths, calls, run = tokens(60, 6), [10] * 10, [], Bound.run
     with model.engine.session() as session, model.engine.session() as other:
         session.prefill(text[:10])
         other.prefill(text[:20])
@@ -142,10 +142,10 @@ def test_a_step_that_fails_leaves_the_session_as_it_was(model, broken, ends, mon
             if len(calls) == min(broken, 2 if model.header["rope_kind"] == 2 else 1):
                 raise ColibriError("test: broken")
             run(engine, *arguments)
-        monkeypatch.setattr(Engine, "_run", fail)
+        monkeypatch.setattr(Bound, "run", fail)
         with pytest.raises(ColibriError, match="broken"):
             model.engine.step([(other, text[20:21]), (session, text[10:40])])
-        monkeypatch.setattr(Engine, "_run", run)
+        monkeypatch.setattr(Bound, "run", run)
         assert (session.length, other.length) == (10, 20)
         for end in ends:
             row = session.prefill(text[len(lengths):end])
@@ -186,7 +186,7 @@ def test_a_library_for_the_original_length_alone(tmp_path):
 
 def test_requests_of_all_lengths(model, monkeypatch):
     """A scheduler's tokens are those of Session.generate, and no prompt is computed twice."""
-    requests, calls, run = [], [], Engine._run
+    requests, calls, run = [], [], Bound.run
     for index, length in enumerate((3, ORIGINAL - 3, ORIGINAL, ORIGINAL + 2, 60, 75)):
         requests.append(Request(index, prompt=tokens(length, 9).tolist(), max_new_tokens=20,
                                 sampler=Sampler(1.0, 0, 1.0, index)))
@@ -195,7 +195,7 @@ def test_requests_of_all_lengths(model, monkeypatch):
         with model.engine.session() as session:
             expected.append(list(session.generate(request.prompt, 20, 1.0, seed=request.id)))
     scheduler = Scheduler(model.engine, 9, 7, lambda: None)
-    monkeypatch.setattr(Engine, "_run", lambda engine, *rest: (calls.append(rest), run(engine, *rest)))
+    monkeypatch.setattr(Bound, "run", lambda engine, *rest: (calls.append(rest), run(engine, *rest)))
     for request in requests:
         scheduler.reserve(request.id)
         scheduler.enter(request)

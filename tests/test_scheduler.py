@@ -14,7 +14,7 @@ from synthetic import write_model
 
 from colibri.engine import Engine
 from colibri.errors import ColibriError
-from colibri.requests import Refused
+from colibri.refused import Refused
 from colibri.sampling import Sampler
 from colibri.scheduler import Scheduler
 
@@ -128,7 +128,7 @@ def test_streaming_leaves_a_processor_free_and_takes_smaller_chunks(moe_32, monk
 
         def after_a_turn():
             turn(scheduler)
-            return int(engine._model["num_threads"][0]), scheduler.calls[-1][0][1]
+            return int(engine._model.struct["num_threads"][0]), scheduler.calls[-1][0][1]
         for item in plain:
             submit(scheduler, item)
         turn(scheduler, 4)

@@ -37,8 +37,8 @@ __global__ void embed_kernel(float *x, const weight_t *embed, const Batch *batch
         return;
     }
     int row = batch->tokens[t];
-    const weight_t *panel = embed + (int64_t)(row / PANEL_ROWS) * HIDDEN * PANEL_ROWS;
-    x[(int64_t)t * HIDDEN + i] = to_float(panel[(int64_t)i * PANEL_ROWS + row % PANEL_ROWS]) * multiplier;
+    const weight_t *column = embed + column_index(HIDDEN, 1, row / PANEL_ROWS, 0, i);
+    x[(int64_t)t * HIDDEN + i] = to_float(column[row % PANEL_ROWS]) * multiplier;
 }
 
 /* ROPE_DYNAMIC's, once for all layers. */
@@ -65,5 +65,5 @@ int cuda_begin(Model *m, int num_tokens, int) {
 
 int cuda_embed(Model *m, int num_tokens, int) {
     return launch(m, "embed", embed_kernel, dim3(num_tokens, ceil_div(HIDDEN, THREADS)), THREADS, 0, m->state.x,
-                  m->weights.embed, device_batch(m), m->header.embedding_multiplier);
+                  (const weight_t *)m->weights.embed, device_batch(m), m->header.embedding_multiplier);
 }

@@ -296,7 +296,7 @@ __device__ __forceinline__ void refill(Ring &ring, const Panels &panels, Cursor<
                                        int num_items) {
     bool wanted = ahead.item < num_items;
     int index = wanted ? ahead.panel * P::STORED + s.tiles[ahead.tile].place : 0;
-    ring.fill(panels, P::COLUMNS, index, ahead.chunk * CHUNK, wanted);
+    ring.fill<P>(panels, index, ahead.chunk * CHUNK, wanted);
     ahead.chunk += WARPS;
     ahead.settle(s, job, num_items);
 }
@@ -420,7 +420,7 @@ constexpr int ALONE = CUDA_ARCH == 90 || CUDA_ARCH == 100 ? 116 << 10 : 0;
 
 template <class P> int start(Model *m, int launch_rows, const Job &job) {
     Panels panels;
-    TRY(describe_panels(&panels, job.weights, P::COLUMNS, P::PANELS * P::STORED));
+    TRY(describe_panels(&panels, job.weights, P::FORM, P::COLUMNS, P::PANELS * P::STORED));
     dim3 grid(num_multiprocessors());
     size_t bytes = max_of((int)sizeof(Shared) + 1024, ALONE);
     int wide_items = P::PANELS * P::SPLITS * ceil_div(launch_rows, 32);

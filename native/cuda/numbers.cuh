@@ -9,8 +9,9 @@
 #include "../model.h"
 
 static_assert(EXPERT_FORMAT != DTYPE_F32, "CUDA runs f16 and bf16 weights; convert the model with one of these dtypes");
-static_assert(EXPERT_FORMAT == DENSE_FORMAT, "CUDA runs weights of one dtype; convert the model with --dtype");
-typedef uint16_t weight_t; /* an element of a panel: the bits of an f16 or bf16 */
+static_assert(EXPERT_FORMAT == COMPUTE_FORMAT && DENSE_FORMAT == COMPUTE_FORMAT && EMBED_FORMAT == COMPUTE_FORMAT,
+              "CUDA runs weights of one dtype; convert the model with --dtype");
+typedef uint16_t weight_t; /* the bits of an f16 or bf16, as COMPUTE_FORMAT says: a weight, or an operand beside it */
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
@@ -20,7 +21,7 @@ template <class T, class... Rest> constexpr T max_of(T a, T b, Rest... rest) { r
 
 /* One weight as float. */
 __device__ __forceinline__ float to_float(weight_t bits) {
-#if EXPERT_FORMAT == DTYPE_BF16
+#if COMPUTE_FORMAT == DTYPE_BF16
     return __uint_as_float((uint32_t)bits << 16);
 #else
     return __half2float(__ushort_as_half(bits));
@@ -34,7 +35,7 @@ __device__ __forceinline__ float2 to_float2(uint32_t bits) {
 
 /* Two floats rounded to weight_t, `low` in the low half. A float beyond f16's range becomes its largest number. */
 __device__ __forceinline__ uint32_t to_weights(float low, float high) {
-#if EXPERT_FORMAT == DTYPE_BF16
+#if COMPUTE_FORMAT == DTYPE_BF16
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
 #else
     const float largest = 65504.0f;

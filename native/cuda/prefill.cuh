@@ -69,8 +69,8 @@ template <class P> __device__ void fill_weights(Shared<P> &s, const Job &job, in
         int half = i / PIECES, c = i / 8 % STEP_COLUMNS, eighth = i % 8, column = step * STEP_COLUMNS + c;
         int panel = blockIdx.y * 2 + half;
         bool valid = panel < P::PANELS && column < P::COLUMNS;
-        int64_t index = (int64_t)panel * P::STORED + s.expert_place;
-        const weight_t *from = job.weights + (index * P::COLUMNS + column) * PANEL_ROWS + eighth * 8;
+        const weight_t *from =
+            job.weights + column_index(P::COLUMNS, P::STORED, panel, s.expert_place, column) + eighth * 8;
         cp_async_16(shared_address(s.weights[step % STAGES][half]) + c * 128 + (eighth ^ (c % 8)) * 16,
                     valid ? from : job.weights, valid);
     }

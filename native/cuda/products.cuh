@@ -23,6 +23,7 @@ template <int EXPERTS_, int SLOTS_, int ROWS, int COLUMNS_> struct Product {
     static constexpr int EXPERTS = EXPERTS_, ASSIGNMENTS = DECODE_TOKENS * SLOTS_, COLUMNS = COLUMNS_, OUTPUTS = ROWS;
     static constexpr bool ALL_TOKENS = EXPERTS == 1;
     static constexpr int STORED = EXPERTS; /* of its experts, in memory */
+    static constexpr Form FORM = EXPERTS == 1 ? DENSE_FORM : EXPERT_FORM;
     static constexpr int PANELS = ceil_div(ROWS, PANEL_ROWS), SPLITS = column_splits(SLOTS_, PANELS, COLUMNS);
     static constexpr int64_t PARTIALS = SPLITS > 1 ? (int64_t)SPLITS * ASSIGNMENTS * PANELS * PANEL_ROWS : 0;
     static constexpr int STRIDE = COLUMNS, FIRST = 0; /* the input: columns FIRST, FIRST + 1, ... of rows of STRIDE */
@@ -95,6 +96,7 @@ struct AttentionOut : Dense<NUM_HEADS && ATTENTION_KIND != ATTENTION_MOA ? HIDDE
 
 struct LmHead : Dense<VOCAB_SIZE, HIDDEN> {
     static constexpr const char *NAME = "lm_head";
+    static constexpr Form FORM = EMBED_FORM;
 };
 
 template <class... P> struct LargestOf {

@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
 
 /* c += a b: 16 rows, 16 columns of a; 8 columns of b. */
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if EXPERT_FORMAT == DTYPE_BF16
+#if COMPUTE_FORMAT == DTYPE_BF16
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
 #else
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

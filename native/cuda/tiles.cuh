@@ -20,7 +20,7 @@
 #endif
 
 constexpr int CHUNK = 32;                                      /* columns of a piece */
-constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * 2;
+constexpr int CHUNK_BYTES = CHUNK * PANEL_ROWS * (int)sizeof(weight_t);
 constexpr int RING_STAGES = CUDA_ARCH == 80 || CUDA_ARCH == 90 || CUDA_ARCH == 100 ? 3 : 2; /* deeper ones are slower */
 constexpr int RING_BYTES = RING_STAGES * CHUNK_BYTES;          /* of a warp, aligned to 1024 */
 
@@ -46,9 +46,10 @@ inline EncodeTiled tensor_map_encoder() {
     return encode;
 }
 
-inline int describe_panels(Panels *panels, const weight_t *data, int columns, int num_panels) {
+inline int describe_panels(Panels *panels, const weight_t *data, Form form, int columns, int num_panels) {
     const cuuint64_t sizes[3] = {PANEL_ROWS, (cuuint64_t)columns, (cuuint64_t)num_panels};
-    const cuuint64_t strides[2] = {PANEL_ROWS * 2, (cuuint64_t)columns * PANEL_ROWS * 2};
+    const cuuint64_t strides[2] = {(cuuint64_t)element_offset(form.dtype, 1, 0),
+                                   (cuuint64_t)panel_sizes(form, columns).panel_bytes};
     const cuuint32_t box[3] = {PANEL_ROWS, CHUNK, 1}, steps[3] = {1, 1, 1};
     panels->data = data;
     EncodeTiled encode = tensor_map_encoder();
@@ -59,7 +60,7 @@ inline int describe_panels(Panels *panels, const weight_t *data, int columns, in
     return fail("cuda: tensor map of %d columns=refused, expected one; see python -m colibri.run --doctor", columns);
 }
 #else
-inline int describe_panels(Panels *panels, const weight_t *data, int, int) {
+inline int describe_panels(Panels *panels, const weight_t *data, Form, int, int) {
     panels->data = data;
     return 0;
 }
@@ -86,7 +87,8 @@ struct Ring {
     }
 
     /* Asks for CHUNK columns from `column` of the panel with index panel * NUM_EXPERTS + expert, unless !wanted. */
-    __device__ __forceinline__ void fill(const Panels &panels, int columns, int index, int column, bool wanted) {
+    template <class P>
+    __device__ __forceinline__ void fill(const Panels &panels, int index, int column, bool wanted) {
         uint32_t stage = stages + filled * CHUNK_BYTES;
 #if BULK_COPY
         if (wanted && threadIdx.x % 32 == 0) {
@@ -97,10 +99,11 @@ struct Ring {
         }
 #else
         int lane = threadIdx.x % 32, eighth = lane % 8;
-        const weight_t *from = panels.data + ((int64_t)index * columns + column) * PANEL_ROWS + eighth * 8;
+        const weight_t *from = panels.data + column_index(P::COLUMNS, 1, index, 0, column) + eighth * 8;
         for (int c = lane / 8; c < CHUNK && wanted; c += 4) {
-            bool valid = column + c < columns;
-            cp_async_16(stage + c * 128 + (eighth ^ (c % 8)) * 16, valid ? from + c * PANEL_ROWS : panels.data, valid);
+            bool valid = column + c < P::COLUMNS;
+            cp_async_16(stage + c * 128 + (eighth ^ (c % 8)) * 16,
+                        valid ? from + column_index(P::COLUMNS, 1, 0, 0, c) : panels.data, valid);
         }
         cp_async_commit();
 #endif
@@ -130,7 +133,7 @@ __device__ __forceinline__ void load_tile(uint32_t (&a)[4], uint32_t stage, int 
 
 /* What one product reads and writes. */
 struct Job {
-    const weight_t *weights;
+    const weight_t *weights;    /* a matrix as panels.h says */
     const float *bias;          /* (STORED, OUTPUTS), gated all gates, then all ups of an expert; or NULL */
     const float *input;         /* (num_tokens or num_tokens * k, STRIDE), at column FIRST */
     float *output;              /* (num_tokens * k, OUTPUTS), where all tokens are one expert's (num_tokens, OUTPUTS) */
