@@ -13,7 +13,8 @@
 #define FEW_TOKENS 3     /* up to which weights are used as they come; else a group is unpacked first */
 #define TILE_VECTORS (LANES == 16 ? 4 : 2)
 #define TILE_TOKENS 6    /* TILE_VECTORS x 6 sums, the weights and an input in 16 registers, or in 32 */
-#define AHEAD_BYTES 32768 /* that weights are asked for before their turn, at most a panel: measured best of 4096 to 98304 */
+#define AHEAD_BYTES 32768 /* that weights are asked for before their turn, at most a panel; 4096 to 98304 measured */
+#define NEAR_BYTES 1024   /* 512 to 2048 measured */
 #define MXFP4_ZERO 12
 
 typedef uint8_t bytes __attribute__((vector_size(4 * LANES)));
@@ -42,9 +43,12 @@ INLINE ivec repeat(const void *four_bytes) {
     return word - (ivec){0};
 }
 
-/* Asks for what comes AHEAD_BYTES after PART vectors of weights. */
+/* Asks for what comes AHEAD_BYTES after PART vectors of weights, for the L2 cache, and NEAR_BYTES after, for L1. */
 INLINE void ask_ahead(const Group *group, const uint8_t *weights) {
-    for (int byte = 0; byte < PART * 4 * LANES; byte += 64) __builtin_prefetch(weights + group->ahead + byte, 0, 2);
+    for (int byte = 0; byte < PART * 4 * LANES; byte += 64) {
+        __builtin_prefetch(weights + group->ahead + byte, 0, 2);
+        __builtin_prefetch(weights + NEAR_BYTES + byte);
+    }
 }
 
 /* Asks for a share of what comes ahead of a group, for the L2 cache: many tokens leave time for that. */
