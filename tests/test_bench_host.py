@@ -6,11 +6,11 @@ import pytest
 from bench import host
 
 
-@pytest.fixture
-def stack(monkeypatch):
-    for name, value in {"LAYERS": 1, "READ_BYTES": 1 << 20}.items():
+@pytest.fixture(params=["f16", "int4"])
+def stack(monkeypatch, request):
+    for name, value in {"LEAST_BYTES": 1, "READ_BYTES": 1 << 20}.items():
         monkeypatch.setattr(host, name, value)
-    return host.Stack()
+    return host.Stack(request.param)
 
 
 def test_steps_and_rates(stack):
@@ -22,6 +22,8 @@ def test_steps_and_rates(stack):
         _, batch, x = stack.bind(threads)
         assert batch["input"] == x.ctypes.data and batch["num_tokens"] == 512
         assert np.abs(x).min(axis=1).max() > 0  # fresh rows: none is zero
+        out = stack.states(threads)
+        assert 0.1 < np.abs(out).mean() < 100 and np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("rounds, expected", [(1, 5), (2, 4), (3, 5)])

@@ -13,7 +13,8 @@
 #define FEW_TOKENS 3     /* up to which weights are used as they come; else a group is unpacked first */
 #define TILE_VECTORS (LANES == 16 ? 4 : 2)
 #define TILE_TOKENS 6    /* TILE_VECTORS x 6 sums, the weights and an input in 16 registers, or in 32 */
-#define AHEAD_BYTES 8192 /* that weights are asked for before their turn: as in kernels.h */
+#define AHEAD_BYTES 32768 /* that weights are asked for before their turn, at most a panel; 4096 to 98304 measured */
+#define NEAR_BYTES 1024   /* 512 to 2048 measured */
 #define MXFP4_ZERO 12
 
 typedef uint8_t bytes __attribute__((vector_size(4 * LANES)));
@@ -22,8 +23,9 @@ typedef int16_t pairs __attribute__((vector_size(4 * LANES)));
 /* A group of a panel's columns. */
 typedef struct Group {
     const uint8_t *units; /* its weights */
-    const uint8_t *ahead; /* what is asked for while they are read */
-    int num_units, first_column;
+    int num_units;
+    ptrdiff_t ahead;      /* from each byte of the group to the one that is asked for meanwhile */
+    int num_bytes;        /* of the group */
     float scales[PANEL_ROWS] __attribute__((aligned(64)));
     int32_t zeros[PANEL_ROWS] __attribute__((aligned(64))); /* to be taken off each weight */
 } Group;
@@ -39,6 +41,22 @@ INLINE ivec repeat(const void *four_bytes) {
     int32_t word;
     memcpy(&word, four_bytes, sizeof word);
     return word - (ivec){0};
+}
+
+/* Asks for what comes AHEAD_BYTES after PART vectors of weights, for the L2 cache, and NEAR_BYTES after, for L1. */
+INLINE void ask_ahead(const Group *group, const uint8_t *weights) {
+    for (int byte = 0; byte < PART * 4 * LANES; byte += 64) {
+        __builtin_prefetch(weights + group->ahead + byte, 0, 2);
+        __builtin_prefetch(weights + NEAR_BYTES + byte);
+    }
+}
+
+/* Asks for a share of what comes ahead of a group, for the L2 cache: many tokens leave time for that. */
+INLINE void ask_share(const Group *group, int share, int num_shares) {
+    const int lines = CEIL_DIV(group->num_bytes, 64);
+    const uint8_t *end = group->units + group->num_units * UNIT_BYTES + group->ahead;
+    for (int line = lines * share / num_shares; line < lines * (share + 1) / num_shares; line++)
+        __builtin_prefetch(end - 64 * (lines - line), 0, 2);
 }
 
 /* The doubled values of e2m1 plus MXFP4_ZERO, so that none is negative. */
@@ -62,30 +80,36 @@ INLINE bytes low(bytes both, int dtype) { return looked_up(both & 15, dtype); }
 INLINE bytes high(bytes both, int dtype) { return looked_up((bytes)((uvec)both >> 4) & 15, dtype); }
 
 #if PAIRS
-/* Adds products of a group's part: PART vectors of rows from `units` on, times one token's values. vpmaddubsw would
+/* Adds products of a group's part: PART vectors of rows from `vector` on, times one token's values. vpmaddubsw would
  * saturate at INT8's 255 * 127 * 2. The weight less 128 without its sign, times the value with it, is at most
  * 128 * 127 * 2. Of nibbles, sums of several pairs fit into 16 bits. */
-INLINE void dot_part(ivec *sum, const uint8_t *units, int num_units, int dtype, const int8_t *x) {
+INLINE void dot_part(ivec *sum, const Group *group, int vector, int dtype, const int8_t *x) {
+    const uint8_t *units = group->units + vector * 4 * LANES;
+    const int num_units = group->num_units;
     const __m256i ones = _mm256_set1_epi16(1);
     if (dtype == DTYPE_INT8) {
-        for (int u = 0; u < num_units; u++)
+        for (int u = 0; u < num_units; u++) {
+            ask_ahead(group, units + u * UNIT_BYTES);
             for (int v = 0; v < PART; v++) {
                 __m256i weights = (__m256i)(load_ints(units + u * UNIT_BYTES + v * 4 * LANES) ^ (int)0x80808080);
                 __m256i values = _mm256_sign_epi8((__m256i)repeat(x + 4 * u), weights);
                 sum[v] += (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(weights), values), ones);
             }
+        }
         return;
     }
     const int most = dtype == DTYPE_INT4 ? 4 : 2; /* units: 8 * 15 * 127 * 2, or 4 * 24 * 127 * 2 */
     for (int first = 0; first < num_units; first += most) {
         pairs part[PART] = {0};
         const int last = first + most < num_units ? first + most : num_units;
-        for (int u = first; u < last; u++)
+        for (int u = first; u < last; u++) {
+            ask_ahead(group, units + u * UNIT_BYTES);
             for (int v = 0; v < PART; v++) {
                 bytes both = (bytes)load_ints(units + u * UNIT_BYTES + v * 4 * LANES);
                 part[v] += (pairs)_mm256_maddubs_epi16((__m256i)low(both, dtype), (__m256i)repeat(x + 8 * u));
                 part[v] += (pairs)_mm256_maddubs_epi16((__m256i)high(both, dtype), (__m256i)repeat(x + 8 * u + 4));
             }
+        }
         for (int v = 0; v < PART; v++) sum[v] += (ivec)_mm256_madd_epi16((__m256i)part[v], ones);
     }
 }
@@ -135,18 +159,27 @@ INLINE ivec step(ivec sum, ivec weights, ivec values) {
 #endif
 }
 
-/* Adds products of a group's part: PART vectors of rows from `units` on, times one token's values. */
-INLINE void dot_part(ivec *sum, const uint8_t *units, int num_units, int dtype, const int8_t *x) {
-    for (int u = 0; u < num_units; u++)
+/* Adds products of a group's part: PART vectors of rows from `vector` on, times one token's values. High nibbles of INT4
+ * stay where they are, 16 times as large. */
+INLINE void dot_part(ivec *sum, const Group *group, int vector, int dtype, const int8_t *x) {
+    const uint8_t *units = group->units + vector * 4 * LANES;
+    ivec sixteenfold[PART] = {0};
+    for (int u = 0; u < group->num_units; u++) {
+        ask_ahead(group, units + u * UNIT_BYTES);
         for (int v = 0; v < PART; v++) {
             bytes weights = (bytes)load_ints(units + u * UNIT_BYTES + v * 4 * LANES);
             if (dtype == DTYPE_INT8) {
                 sum[v] = step(sum[v], (ivec)weights, repeat(x + 4 * u));
             } else {
                 sum[v] = step(sum[v], (ivec)low(weights, dtype), repeat(x + 8 * u));
-                sum[v] = step(sum[v], (ivec)high(weights, dtype), repeat(x + 8 * u + 4));
+                if (dtype == DTYPE_INT4)
+                    sixteenfold[v] = step(sixteenfold[v], (ivec)(weights & 0xf0), repeat(x + 8 * u + 4));
+                else
+                    sum[v] = step(sum[v], (ivec)high(weights, dtype), repeat(x + 8 * u + 4));
             }
         }
+    }
+    for (int v = 0; v < PART; v++) sum[v] += sixteenfold[v] >> 4;
 }
 
 #define STEPS 1 /* of four columns */
@@ -162,18 +195,12 @@ INLINE const void *values_of_steps(int32_t *words, int num_units, const int8_t *
 }
 #endif
 
-INLINE void read_group(Group *group, Form form, const uint8_t *panel, int columns, int index, const uint8_t *next) {
-    const PanelSizes sizes = panel_sizes(form, columns);
-    const uint8_t *table = panel + group_offset(form, index);
-    const int64_t after = table + AHEAD_BYTES - (panel + sizes.panel_bytes); /* the panel's end */
-    const int left = columns - index * form.group, zero = form.dtype == DTYPE_MXFP4 ? MXFP4_ZERO
-                                                       : form.dtype == DTYPE_INT4 ? 8 : 128;
-    group->units = table + sizes.table_bytes;
-    group->ahead = (after < 0 ? table + AHEAD_BYTES : next + after) + sizes.table_bytes;
-    group->first_column = index * form.group;
-    group->num_units = CEIL_DIV(left < form.group ? left : form.group, (int)sizes.unit);
-    for (int line = 0; line < (int)sizes.table_bytes; line += 64)
-        __builtin_prefetch(group->ahead - sizes.table_bytes + line);
+/* Reads what is beside the weights of the group at `table`, which has so many columns. */
+INLINE void read_group(Group *group, Form form, const uint8_t *table, int table_bytes, int columns) {
+    const int unit = form.dtype == DTYPE_INT8 ? 4 : 8;
+    const int zero = form.dtype == DTYPE_INT8 ? 128 : form.dtype == DTYPE_INT4 ? 8 : MXFP4_ZERO;
+    group->units = table + table_bytes;
+    group->num_units = CEIL_DIV(columns, unit);
     for (int row = 0; row < PANEL_ROWS; row += LANES) {
         store(group->scales + row, load_scales(table, row, form.dtype));
         ivec zeros = form.zero_points ? load_bytes(group->units - PANEL_ROWS + row) : zero - (ivec){0};
@@ -189,10 +216,12 @@ INLINE void add_group(float *sums, const Group *group, int row, ivec sum, float 
 
 /* A group times few tokens. */
 INLINE void few_tokens(const Group *group, int dtype, int num_tokens, const Input *in, PanelSums *sums) {
+    const int table_bytes = group->num_bytes - group->num_units * UNIT_BYTES;
+    for (int byte = -table_bytes; byte < 0; byte += 64) __builtin_prefetch(group->units + group->ahead + byte, 0, 2);
     for (int t = 0; t < num_tokens; t++)
         for (int vector = 0; vector < VECTORS; vector += PART) {
             ivec sum[PART] = {0};
-            dot_part(sum, group->units + vector * 4 * LANES, group->num_units, dtype, in[t].values);
+            dot_part(sum, group, vector, dtype, in[t].values);
             for (int v = 0; v < PART; v++) {
                 const int row = (vector + v) * LANES;
                 ivec off = (load_ints(group->zeros + row) - dot_zero(dtype)) * in[t].sum;
@@ -248,6 +277,7 @@ static __attribute__((noinline)) void tiles(const Group *group, const char *weig
     const int num_tiles = CEIL_DIV(num_tokens, TILE_TOKENS);
     for (int i = 0; i < num_tiles; i++) {
         const int from = num_tokens * i / num_tiles, to = num_tokens * (i + 1) / num_tiles;
+        ask_share(group, i, num_tiles);
 #define TILE(count) \
         case count: tile(group, weights, num_steps, count, values + from, in + from, sums + from); break;
         switch (to - from) { TILE(3) TILE(4) TILE(5) TILE(6) }
@@ -267,27 +297,31 @@ INLINE void many_tokens(const Group *group, int dtype, int num_tokens, const Inp
     tiles(group, weights, STEPS * num_units, num_tokens, values, in, sums);
 }
 
-/* Asks for the weights that a group's tokens leave time for. */
-INLINE void prefetch_group(const Group *group) {
-    for (int line = 0; line < group->num_units * UNIT_BYTES; line += 64) __builtin_prefetch(group->ahead + line);
-}
-
 typedef void ManyTokens(const Group *group, int dtype, int num_tokens, const Input *in, PanelSums *sums);
 
 /* The product of kernels.h's table, for a dtype that is constant where this is inlined. */
 INLINE void integer_product(Form form, int dtype, const void *panel, int columns, int num_tokens,
                             const void *const *rows, PanelSums *sums, const void *next, ManyTokens *many) {
-    const int num_groups = CEIL_DIV(columns, form.group);
+    const int num_groups = CEIL_DIV(columns, form.group), padded = num_groups * form.group;
+    const int table_bytes = (int)panel_sizes(form, columns).table_bytes, group_bytes = (int)group_offset(form, 1);
+    const int wanted = CEIL_DIV(AHEAD_BYTES, group_bytes), groups_ahead = wanted < num_groups ? wanted : num_groups;
+    const uint8_t *table = panel;
     Group group;
     Input in[TOKEN_CHUNK];
     form.dtype = dtype;
     memset(sums, 0, sizeof *sums * num_tokens);
-    for (int g = 0; g < num_groups; g++) {
-        read_group(&group, form, panel, columns, g, next);
-        prefetch_group(&group);
+    for (int g = 0; g < num_groups; g++, table += group_bytes) {
+        const int first = g * form.group, left = columns - first;
+        read_group(&group, form, table, table_bytes, left < form.group ? left : form.group);
+        group.num_bytes = table_bytes + group.num_units * UNIT_BYTES;
+        group.ahead = groups_ahead * group_bytes;
+        if (g + groups_ahead >= num_groups)
+            group.ahead += (const uint8_t *)next - (const uint8_t *)panel - num_groups * group_bytes;
         for (int t = 0; t < num_tokens; t++) {
-            const QuantizedRow row = quantized_row(rows[t], columns, form.group);
-            in[t] = (Input){row.values + group.first_column, row.scales[g], row.sums[g]};
+            const char *row = rows[t]; /* a QuantizedRow */
+            in[t].values = (const int8_t *)row + first;
+            in[t].scale = ((const float *)(row + padded))[g];
+            in[t].sum = ((const int32_t *)(row + padded))[num_groups + g];
         }
         if (num_tokens <= FEW_TOKENS) few_tokens(&group, dtype, num_tokens, in, sums);
         else many(&group, dtype, num_tokens, in, sums);

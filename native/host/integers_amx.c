@@ -68,6 +68,7 @@ INLINE void tiles_of_tokens(const Group *group, int dtype, int num_tokens, const
     set_shapes(columns_of_step);
     for (int first = 0; first < num_tokens; first += BLOCK) {
         const int count = num_tokens - first < BLOCK ? num_tokens - first : BLOCK;
+        ask_share(group, first / BLOCK, CEIL_DIV(num_tokens, BLOCK));
         for (int t = 0; t < count; t++) memcpy(values[t], in[first + t].values, columns);
         multiply_block(block, weights, values[0], columns, columns_of_step);
         for (int t = 0; t < count; t++)

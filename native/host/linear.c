@@ -8,7 +8,8 @@ typedef struct Items {
     const Kernels *kernels;
     ProductKernel *multiply;
     const BinHeader *header;
-    const char *quantized; /* the input's rows, where weights are integers; else NULL */
+    const char *quantized; /* the input's rows, where weights are integers, each of row_bytes; else NULL */
+    int64_t row_bytes;
     int num_threads;
     long count;
     long first[NUM_EXPERTS + 1]; /* of each active expert */
@@ -69,8 +70,7 @@ static void run_item(const void *job, long item) {
     PanelSums sums[TOKEN_CHUNK] __attribute__((aligned(64)));
     for (int i = 0; i < num_rows; i++) {
         int64_t row = (p->assignments ? p->assignments[work.from + i] : work.from + i) / p->input_divisor;
-        in[i] = items->quantized ? (const void *)(items->quantized + row * quantized_bytes(p->columns, p->form.group))
-                                 : product_input(p, row);
+        in[i] = items->quantized ? (const void *)(items->quantized + row * items->row_bytes) : product_input(p, row);
     }
     items->multiply(p->form, work.panel, p->columns, p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs, num_rows,
                     in, sums, next);
@@ -95,7 +95,10 @@ void host_product(const Model *m, const Product *p) {
         num_rows += rows;
     }
     items.count = items.first[p->num_active];
-    if (is_integers) items.quantized = host_quantize(m, p, num_rows / p->input_divisor);
+    if (is_integers) {
+        items.quantized = host_quantize(m, p, num_rows / p->input_divisor);
+        items.row_bytes = quantized_bytes(p->columns, p->form.group);
+    }
     double cost = (double)num_rows * num_parts * p->item_rows * p->columns;
     parallel_for(m->num_threads, items.count, cost, run_item, &items);
 }
