@@ -38,7 +38,7 @@ MOST = 99999999  # that it matches
 
 
 def library_path(checkpoint, arch="host", build=True):
-    """The libcolibri.so for this model: COLIBRI_LIBRARY if set, else <arch>-<key>/ of places.builds(), made by make.
+    """Returns the libcolibri.so for this model: COLIBRI_LIBRARY or that of <arch>-<key>/ in places.builds().
 
     arch: "host", or "sm_90" for a CUDA build. build=False: a library that would have to be made is an error.
     """
@@ -84,12 +84,12 @@ def defines(header):
 
 @functools.cache
 def _constants(config):
-    """The headers' under a configuration, ((name, value), ...)."""
+    """Returns the headers' constants under a configuration, ((name, value), ...)."""
     return headers.Headers(dict(config)).constants
 
 
 def given_options():
-    """The -D options in DEFINES of the environment."""
+    """Returns the -D options in DEFINES of the environment."""
     return os.environ.get("DEFINES", "").split()
 
 
@@ -133,7 +133,7 @@ def raise_limit(macro, value, step_tokens=MOST):
 
 
 def make_command(checkpoint, arch="host"):
-    """The command that a user would type for this model."""
+    """Returns the command that a user would type for this model."""
     command = [places.BUILD_COMMAND] + ([] if arch == "host" else [f"ARCH={arch}"])
     needed = defines(checkpoint.header) or not places.IS_CLONE
     command += [f"MODEL={shlex.quote(str(checkpoint.path))}"] if needed and checkpoint.path else []
@@ -153,7 +153,7 @@ def compare(library, checkpoint):
 
 
 def _is_current(library):
-    """Whether the library is there and no source is newer."""
+    """Returns whether the library is there and no source is newer."""
     folders = ("", "host") if library.parent.name.startswith("host-") else ("", "host", "cuda")
     sources = [entry for folder in folders for entry in os.scandir(headers.NATIVE / folder)
                if entry.name.endswith((".c", ".h", ".cu", ".cuh"))]
@@ -181,7 +181,7 @@ def check_compiler():
 
 
 def _cause(output):
-    """The line of a compiler's output that says what is wrong."""
+    """Returns the line of a compiler's output that says what is wrong."""
     causes = re.findall(r"^.*(?:error:|Error \d|fatal|cannot find).*$", output, re.MULTILINE)
     return causes[0].strip() if causes else "it failed without a word"
 
@@ -218,7 +218,7 @@ def _link(target, link):
 
 
 def short(path):
-    """The path as seen from where the user stands, when it is below."""
+    """Returns the path as seen from where the user stands, when it is below."""
     with contextlib.suppress(FileNotFoundError):  # of a folder that was removed
         if Path.cwd() in Path(path).parents:
             return os.path.relpath(path)

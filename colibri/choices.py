@@ -10,7 +10,7 @@ FINISHES = {"stop": "stop"}  # OpenAI's words; whatever else cuts an answer has 
 
 @dataclass(slots=True)
 class Asked:
-    """What a body asks to see of each choice."""
+    """Holds what a body asks to see of each choice."""
 
     is_chat: bool = False
     stream: bool = False

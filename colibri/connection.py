@@ -19,7 +19,7 @@ LINES_A_TURN = 64           # of one client, before others have their turn
 
 
 class Connection(asyncio.Protocol):
-    """What lines and HTTP share. The transport is a socket's, or stdio.Pipes.
+    """Holds what lines and HTTP share. The transport is a socket's, or stdio.Pipes.
 
     running: {id: Request}
     is_reading: a message is read on another thread; what follows it waits

@@ -13,7 +13,7 @@ PROBE_BYTES = 256 << 20  # more than the caches hold
 
 
 class DeviceMemory:
-    """Where a model lives and how its steps run, on a GPU. The members are described in colibri.weights.HostMemory.
+    """Holds a model on a GPU and runs its steps. The members are described in colibri.weights.HostMemory.
 
     opening:  of the GPU's context
     dispatch: how steps are launched, see colibri.launch.Launcher; None: "device"
@@ -79,7 +79,7 @@ class DeviceMemory:
         return array
 
     def visible(self, array):
-        """The array's own address if it is pinned, or else that of a page-locked copy, the same one each time."""
+        """Returns the array's own address if it is pinned, else that of a page-locked copy, always the same."""
         self.gpu.enter()
         start = array.ctypes.data
         if not self.gpu.is_pinned(array):

@@ -15,7 +15,7 @@ PROMPT = "> "
 
 
 class Dialogue:
-    """What was said, how it becomes a prompt, and the session that has computed it."""
+    """Keeps what was said, how it becomes a prompt, and the session that has computed it."""
 
     def __init__(self, checkpoint, options):
         self._options, self._codec = options, codec(checkpoint, False)

@@ -152,7 +152,7 @@ def nvcc():
 
 
 def model(checkpoint, used):
-    """The libraries that a model needs here, whether they are built, and what builds them. Adds them to `used`."""
+    """Returns the libraries that a model needs here, whether they are built, and by what. Adds them to `used`."""
     needs = {"host": "needed"}
     return "; ".join(attempt(lambda arch=arch: library(checkpoint, arch, used), needs.get(arch, "optional"))
                      for arch in archs())

@@ -21,7 +21,7 @@ MAX_SLOTS = 1 << 16
 
 
 def alone(method):
-    """An Engine's method that holds the engine, open, while it runs.
+    """Makes an Engine's method hold the engine, open, while it runs.
 
     A context manager written in Python would not do: Ctrl-C between taking the lock and the block leaves it taken.
     """
@@ -91,7 +91,7 @@ class Engine:
 
     @alone
     def session(self):
-        """A new, empty timeline. Close it (or use `with`, or drop it) to give its slot to another."""
+        """Opens a new, empty timeline. Close it (or use `with`, or drop it) to give its slot to another."""
         if self.checkpoint.header["vocab_size"] == 0:
             raise ColibriError(self.checkpoint.path, "vocab_size=0", "tokens",
                                "this is a bare stack of MoE layers, run hidden states through it with Engine.stack "
@@ -225,7 +225,7 @@ class Engine:
         return y
 
     def room(self, num_tokens):
-        """How many tokens can be generated after num_tokens: the last is not fed back, and takes no position."""
+        """Returns how many tokens can be generated after num_tokens: the last takes no position."""
         if num_tokens > self.context:
             raise ColibriError("tokens", f"{num_tokens} in one session",
                                f"at most {self.context_rule(num_tokens)}, or begin another session")
@@ -236,7 +236,7 @@ class Engine:
         return self.capacity.rule(wanted, self.checkpoint.path)
 
     def state(self, name, rows=None):
-        """The first rows (None: all) of a buffer of model.h's STATE_BUFFERS, as the last step left it; copy to keep."""
+        """Returns the first rows (None: all) of a buffer of STATE_BUFFERS, as the last step left it; copy to keep."""
         self._check_open()
         return self._model.state(name, rows)
 

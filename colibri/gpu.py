@@ -63,7 +63,7 @@ def attribute(handle, name):
 
 @functools.cache
 def properties():
-    """The first GPU, ready to be used. seconds: what getting there took, {"cuda import": ..., "cuInit": ...}."""
+    """Returns the first GPU, ready to be used. seconds: what that took, {"cuda import": ..., "cuInit": ...}."""
     start = time.perf_counter()
     result = driver().CUresult
     imported = time.perf_counter()
@@ -232,7 +232,7 @@ class Gpu:
                                "see its layer and op")
 
     def allocate(self, num_bytes):
-        """The address of a block of device memory."""
+        """Returns the address of a block of device memory."""
         self._blocks.append(int(call("cuMemAlloc", num_bytes)))
         return self._blocks[-1]
 
@@ -243,7 +243,7 @@ class Gpu:
         return block
 
     def allocate_pinned(self, num_bytes):
-        """A uint8 array in page-locked, mapped host memory."""
+        """Returns a uint8 array in page-locked, mapped host memory."""
         self._pinned.append(int(call("cuMemHostAlloc", num_bytes, driver().CU_MEMHOSTALLOC_DEVICEMAP)))
         return host_array(self._pinned[-1], num_bytes)
 
@@ -261,7 +261,7 @@ class Gpu:
             self._registered = [pinned for pinned in self._registered if pinned is not array]
 
     def is_pinned(self, array):
-        """Whether an array lies within one that pin() was given."""
+        """Returns whether an array lies within one that pin() was given."""
         start = array.ctypes.data
         return any(0 <= start - pinned.ctypes.data <= pinned.nbytes - array.nbytes for pinned in self._registered)
 
@@ -321,7 +321,7 @@ class Gpu:
 
 
 def host_array(address, num_bytes):
-    """The uint8 array of what lies there."""
+    """Returns the uint8 array of what lies there."""
     return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
 
 
@@ -335,7 +335,7 @@ def temporary(num_bytes):
 
 
 def elapsed(enqueue, stream, repeat=3):
-    """The best of some runs of enqueue(), in seconds on the device."""
+    """Returns the best of some runs of enqueue(), in seconds on the device."""
     start, end = call("cuEventCreate", 0), call("cuEventCreate", 0)
     seconds = []
     for _ in range(repeat + 1):

@@ -40,7 +40,7 @@ def digest():
 
 
 class Headers:
-    """What the headers say for one baked configuration.
+    """Holds what the headers say for one baked configuration.
 
     constants: {"PANEL_ROWS": 64, ...}, every #define that is an integer, under this configuration
     macros:    {"num_experts": "NUM_EXPERTS", ...}, the macro that sets each of struct Config's fields
@@ -228,7 +228,7 @@ def in_mask(words, layer):
 
 
 def evaluate(expression, names):
-    """A C integer expression of + - * / % > >= < <= == != && || and one parenthesised ?:, over the ints in `names`."""
+    """Evaluates a C integer expression of + - * / % > >= < <= == != && || and one ?: in parentheses, over `names`."""
     return _evaluate(_parsed(expression), names)
 
 

@@ -91,8 +91,8 @@ class Launcher:
             self.graphs.get_or_create((model, num_logits, part, chosen), enqueue)
 
     def _find_routing(self, model):
-        """A page-locked copy of expert_ids' first row, its address on the device, and whether a part begins with the
-        experts that the part before it chose: the first does not, nor does one after a layer without a router."""
+        """Returns a page-locked copy of expert_ids' first row, its address on the device, and whether a part begins with
+        the experts that the part before it chose: the first does not, nor does one after a layer without a router."""
         ids = self._gpu.allocate_pinned(4 * self._library.baked["k"]).view(np.int32)
         return ids, int(self._fields(model)["state"]["expert_ids"]), self._has_router(model)
 
@@ -127,7 +127,7 @@ class Launcher:
                 self.graphs.create((model, 1, part, chosen), enqueue)
 
     def capture(self, enqueue):
-        """The Graph of what enqueue() starts, without running it."""
+        """Returns the Graph of what enqueue() starts, without running it."""
         mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         call("cuStreamBeginCapture", self._gpu.stream, mode)
         try:

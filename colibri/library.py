@@ -35,7 +35,7 @@ def load_library(checkpoint, backend, build_missing, dispatch):
 
 
 def _load_with_context(device, gpu, checkpoint, arch, build_missing, dispatch):
-    """The library, loaded while the GPU's context opens, and how its DeviceMemory is made."""
+    """Returns the library, loaded while the GPU's context opens, and how its DeviceMemory is made."""
     opening = gpu.Opening()
     try:
         library = open_library(checkpoint, arch, build_missing)

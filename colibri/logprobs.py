@@ -36,7 +36,7 @@ def _top(score, count=None):
 
 
 class Names:
-    """What tokens are called. used: a Codec; None: they are numbers."""
+    """Tells what tokens are called. used: a Codec; None: they are numbers."""
 
     def __init__(self, used):
         self._used, self._known = used, {}

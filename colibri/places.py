@@ -28,7 +28,7 @@ BUILD_COMMAND = "make" if IS_CLONE else "python -m colibri.build"
 
 @functools.cache
 def builds():
-    """The folder of the libraries: build/ in a clone; else one of the user's cache, of this version and its sources."""
+    """Returns the folder of the libraries: build/ in a clone; else one of the user's cache for this version."""
     if IS_CLONE:
         return SOURCES / "build"
     cache = os.environ.get("XDG_CACHE_HOME", "")

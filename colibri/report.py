@@ -24,7 +24,7 @@ def resident_bytes():
 
 
 def percentile(values, percent):
-    """The nearest-rank percentile: the smallest value that at least so many percent of the values do not exceed."""
+    """Returns the nearest-rank percentile: the smallest value that so many percent of the values do not exceed."""
     return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
 
 
@@ -113,7 +113,7 @@ class Meter:
 
 
 def _context(engine):
-    """The positions of a session; of a bare stack nothing."""
+    """Returns the positions of a session; of a bare stack nothing."""
     if engine.checkpoint.header["num_heads"] == 0:
         return {}
     return {"context": engine.context, "context_is": engine.capacity.text()}

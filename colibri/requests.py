@@ -141,7 +141,7 @@ class Request:
 
 @dataclass(slots=True)
 class Terms:
-    """What requests of one kind have of their own."""
+    """Holds what requests of one kind have of their own."""
 
     labels: dict = field(default_factory=dict)  # {field: the name that the client knows it by}, for errors
     seed: int = None             # for a request without one; None: 0

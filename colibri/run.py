@@ -158,7 +158,8 @@ def _check_kind(options):
     other = ("prompt", "prompt_ids", "input", "output")
     read = (*TEXT_OPTIONS, "max_new_tokens")
     foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
-               "chat": LATENCY_OPTIONS + other, "stack": LATENCY_OPTIONS + read, "score": LATENCY_OPTIONS + other + read,
+               "chat": LATENCY_OPTIONS + other, "stack": LATENCY_OPTIONS + read,
+               "score": LATENCY_OPTIONS + other + read,
                "serve": (*other, "score", *CHAT_OPTIONS, *read, "seed", "json", *LATENCY_OPTIONS[1:])}
     places = {"text": "without --prompt", "latency": "with --prompt or --chat", "chat": "without --chat",
               "score": "without --score", "stack": "without --input", "serve": "without --serve and --http"}

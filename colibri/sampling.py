@@ -24,7 +24,7 @@ Fields = namedtuple("Fields", "temperature top_k top_p seed min_p presence_penal
 
 
 class Sampler(Fields):
-    """How a sequence's tokens are drawn, which of them end it, and what is told of them."""
+    """Says how a sequence's tokens are drawn, which of them end it, and what is told of them."""
 
     __slots__ = ()
 
@@ -84,7 +84,7 @@ RULES = {  # of each field: whether a value is good, and what is expected; upper
 
 
 def check_sampler(sampler, prefix=""):
-    """The sampler, if its values make sense. prefix: "--" where they are options of the command line."""
+    """Returns the sampler if its values make sense. prefix: "--" where they are options of the command line."""
     if not isinstance(sampler, Sampler):
         raise ColibriError("samplers", sampler, "a Sampler for each session")
     for name, (is_good, expected) in RULES.items():
@@ -107,7 +107,7 @@ def check_tokens(sampler, vocab_size, eos):
 
 
 def check_samplers(samplers, count):
-    """The samplers as a list, or None for None."""
+    """Returns the samplers as a list, or None for None."""
     if samplers is None:
         return None
     if not isinstance(samplers, (list, tuple)):
@@ -167,17 +167,17 @@ class History:
 
     @property
     def seen(self):
-        """The tokens so far, each once."""
+        """Returns the tokens so far, each once."""
         return self._seen[:len(self._places)]
 
     @property
     def counts(self):
-        """How often each of them was drawn."""
+        """Returns how often each of them was drawn."""
         return self._counts[:len(self._places)]
 
     @property
     def barred(self):
-        """The tokens that may not be drawn next."""
+        """Returns the tokens that may not be drawn next."""
         return self._barred[:len(self._barred) if self._drawn < self.sampler.min_tokens else 0]
 
     @property
@@ -190,7 +190,7 @@ class History:
 
 
 def draw(seed, position, choice=0):
-    """The draw in [0, 1) for the token at a position: it depends on the seed, the choice and the position alone.
+    """Returns the draw in [0, 1) for the token at a position, which depends on seed, choice and position alone.
 
     24 random bits, so that the float32 that C reads is exact and below 1.
     """

@@ -308,7 +308,7 @@ class Server:
         return ""
 
     async def exposition(self):
-        """The text of /metrics. What only the scheduler may read is as of the last time that it answered within 1 s."""
+        """Returns the text of /metrics. What the scheduler alone may read is as of its last answer within 1 s."""
         future = self.loop.create_future()
         self.scheduler.look(lambda: self.loop.call_soon_threadsafe(_set, future, inspect(self.engine)))
         with contextlib.suppress(asyncio.TimeoutError):

@@ -4,7 +4,7 @@ from colibri.text import Pieces
 
 
 class Stops:
-    """What of an answer's text may be told.
+    """Finds what of an answer's text may be told.
 
     The text ends before the stop string that is complete first; of those that the same character completes, it is the
     longest. What may be the beginning of one is held back until that is known. Where tokens end changes nothing, except

@@ -23,8 +23,8 @@ codecs.register_error("colibri.each", lambda error: ("\ufffd" * (error.end - err
 
 
 class Codec:
-    """What tokens stand for. A subclass has encode(text) and data(token), and its own join() where strings have more
-    between them than nothing.
+    """Says what tokens stand for. A subclass has encode(text) and data(token), and its own join() where strings have
+    more between them than nothing.
     """
 
     unit = "token"

@@ -21,7 +21,7 @@ CGROUPS = "/sys/fs/cgroup"
 
 
 class HostMemory:
-    """Where a model lives and how its steps run, for the host: the one seam between backends.
+    """Holds a model and runs its steps, on the host: the one seam between backends.
 
     colibri.device.DeviceMemory has the same members, and the engine uses no others:
       code      COLIBRI_HOST or COLIBRI_CUDA, as colibri_bind takes it
@@ -140,7 +140,7 @@ def needs_gpu(option, given, why=""):
 
 
 def pointers(checkpoint, addresses, structs):
-    """struct Weights and struct Layer[num_layers] as structured arrays of addresses and scales; absent tensors are NULL.
+    """struct Weights and struct Layer[num_layers] as structured arrays of addresses and scales; NULL if absent.
 
     structs: numpy dtypes by name (Headers.structs). Keep both arrays for as long as the model is in use.
     """
@@ -189,7 +189,7 @@ def available_bytes():
 
 
 def check_threads(threads):
-    """The number of threads, or the default for None."""
+    """Returns the number of threads, or the default for None."""
     return between("threads", threads, min(usable_processors(), MAX_THREADS), 1, most_threads())
 
 
