@@ -135,7 +135,8 @@ class Engine:
             return self._run_all(work, samplers, every)
         except BaseException:
             for (session, tokens), length in zip(work, before):
-                if len(tokens) <= self.max_piece or not self._model.is_limited:  # else a ring has lost what is before them
+                # A ring has lost what is before a longer piece.
+                if len(tokens) <= self.max_piece or not self._model.is_limited:
                     session.length = length
             raise
 

@@ -144,6 +144,7 @@ def table(figures):
         ("library", figures["library"]),
         *([("context", figures["context_is"])] if "context" in figures else []),
         *([("sampling", figures["sampling_is"])] if figures.get("temperature") else []),
+        *([("score", _score(figures))] if "log_likelihood" in figures else []),
         ("cold start", f"{sum(cold.values()):.1f} ms: "
                        + ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in cold.items())),
         ("TTFT", _times(figures["ttft_ms"])),
@@ -161,6 +162,14 @@ def table(figures):
             textwrap.fill(value, COLUMNS, initial_indent=f"{label:<12}", subsequent_indent=" " * 12,
                           break_long_words=False, break_on_hyphens=False) for label, value in lines]
     return "\n".join([*text, f"P99 latency: {figures['p99_latency_ms']:.3f} ms {figures['p99_latency_is']}"])
+
+
+def _score(figures):
+    counts = f"{figures['scored_tokens']} tokens, {figures['scored_bytes']} bytes"
+    if figures["log_likelihood"] is None:
+        return f"minus infinity, a token of probability 0 ({counts})"
+    return (f"{figures['log_likelihood']:.4f} nats, perplexity {_number(figures['perplexity'])}, "
+            f"{_number(figures['bits_per_byte'])} bits a byte ({counts})")
 
 
 def _rate(figures):

@@ -14,7 +14,7 @@ import json
 
 import numpy as np
 
-from colibri import __version__, build, program, report, serve
+from colibri import __version__, build, program, report, score, serve
 from colibri.arrays import check_output, check_regular, check_rows, read_array, write_array
 from colibri.capacity import MAX_CONTEXT
 from colibri.checkpoint import Checkpoint
@@ -29,11 +29,13 @@ USAGE = """python -m colibri.run --model FILE [options]
        python -m colibri.run --doctor [--model FILE]"""
 
 DESCRIPTION = """\
-Runs a model. Four kinds of run, each ending in a table of its figures:
+Runs a model. Five kinds of run, each ending in a table of its figures:
   --prompt TEXT    text: the continuation streams to stdout (--prompt-ids: token
                    numbers, in and out)
   --chat           a conversation: a line is a message, its answer streams to
                    stdout
+  --score FILE     the log-likelihood, perplexity and bits a byte of a text, in
+                   pieces of the context
   --input X.npy --output Y.npy
                    a bare stack of MoE layers: hidden states in and out
   neither          latency: random tokens, prefilled, then decoded, timed
@@ -46,6 +48,7 @@ examples:
       --temperature 0.8 --top-p 0.9 --seed 7
   python -m colibri.run --model qwen3.bin --chat --system "Answer briefly."
   python -m colibri.run --model moe-32.bin --batch-size 8 --seq-len 256 --json
+  python -m colibri.run --model moe-32.bin --score chapter.txt
   python -m colibri.run --model stack.bin --input x.npy --output y.npy
   python -m colibri.run --model moe-32.bin --serve :8041 --http :8042"""
 
@@ -73,7 +76,8 @@ def parse(arguments):
     if options.model is None:
         parser.error("the following arguments are required: --model")
     is_text = options.prompt is not None or options.prompt_ids is not None
-    options.kind = "chat" if options.chat else "text" if is_text else "latency"
+    options.kind = ("score" if options.score is not None else "chat" if options.chat else "text" if is_text else
+                    "latency")
     if options.kind == "latency" and (options.input, options.output) != (None, None):
         options.kind = "stack"
     if options.serve is not None or options.http is not None:
@@ -113,6 +117,7 @@ def _add_options(parser):
 def _add_text_options(add):
     add("--prompt", metavar="TEXT|@FILE|-", help="the text to continue, a file of it, or - for stdin")
     add("--prompt-ids", metavar="17,4,25|@FILE|-", help="the same as token numbers, in and out")
+    add("--score", metavar="FILE|-", help="a text whose tokens' natural log-probabilities are added up; - for stdin")
     add("--chat", action="store_true", default=None, help="a conversation: lines of the terminal, or of stdin")
     add("--system", metavar="TEXT", help="what a conversation begins with: who the model is, how it answers")
     add("--temperature", type=number(), metavar="X",
@@ -151,11 +156,12 @@ def _check_kind(options):
     if options.kind == "stack" and os.path.realpath(options.input) == os.path.realpath(options.output):
         raise ColibriError("--output", options.output, "another file than --input", "choose another name")
     other = ("prompt", "prompt_ids", "input", "output")
+    read = (*TEXT_OPTIONS, "max_new_tokens")
     foreign = {"text": LATENCY_OPTIONS + ("input", "output"), "latency": TEXT_OPTIONS,
-               "chat": LATENCY_OPTIONS + other, "stack": LATENCY_OPTIONS + TEXT_OPTIONS + ("max_new_tokens",),
-               "serve": (*other, *CHAT_OPTIONS, "max_new_tokens", *TEXT_OPTIONS, "seed", "json", *LATENCY_OPTIONS[1:])}
+               "chat": LATENCY_OPTIONS + other, "stack": LATENCY_OPTIONS + read, "score": LATENCY_OPTIONS + other + read,
+               "serve": (*other, "score", *CHAT_OPTIONS, *read, "seed", "json", *LATENCY_OPTIONS[1:])}
     places = {"text": "without --prompt", "latency": "with --prompt or --chat", "chat": "without --chat",
-              "stack": "without --input", "serve": "without --serve and --http"}
+              "score": "without --score", "stack": "without --input", "serve": "without --serve and --http"}
     for names, place in ((foreign[options.kind], places[options.kind]),
                          (CHAT_OPTIONS if options.kind not in ("chat", "serve") else (), "with --chat"),
                          (serve.OPTIONS if options.kind != "serve" else (), "with --serve or --http")):
@@ -213,7 +219,8 @@ def run(options):
     if options.kind == "serve":
         serve_model(options, checkpoint)
         return
-    run_kind = {"text": run_text, "chat": run_chat, "stack": run_stack, "latency": run_latency}[options.kind]
+    run_kind = {"text": run_text, "chat": run_chat, "score": run_score, "stack": run_stack,
+                "latency": run_latency}[options.kind]
     prepared = prepare(options, checkpoint)
     with Engine(checkpoint, options.backend, options.threads, options.batch_size or 1, not options.no_build,
                 dispatch=options.dispatch, context=options.context) as engine:
@@ -254,6 +261,9 @@ def prepare(options, checkpoint):
         used = codec(checkpoint, is_numbers)
         option = "--prompt-ids" if is_numbers else "--prompt"
         return used, used.encode(read_prompt(option, options.prompt_ids if is_numbers else options.prompt))
+    if options.kind == "score":
+        name = options.score
+        return score.tokens_of(codec(checkpoint, False), read_prompt("--score", name if name == "-" else f"@{name}"))
     if options.kind != "stack":
         return None
     check_output(options.output, "--output")
@@ -261,22 +271,24 @@ def prepare(options, checkpoint):
 
 
 def read_prompt(option, prompt):
-    """Returns the bytes that an option's TEXT, @FILE or - stands for."""
+    """Returns the bytes that an option's TEXT, @FILE or - stands for; --score's is a FILE, in errors too."""
+    shown, limit = ((prompt.removeprefix("@"), "fewer; score it in parts") if option == "--score" else
+                    (prompt, "what fits the context; use fewer"))
     try:
         if prompt == "-" and sys.stdin is None:
             raise ColibriError(option, "-: stdin is closed", "text there")
         if prompt == "-":
             text = sys.stdin.buffer.read(PROMPT_BYTES + 1)
         elif prompt.startswith("@"):
-            check_regular(prompt[1:], f"{option}: {prompt}", f"of text, or {option} - for what comes through a pipe")
+            check_regular(prompt[1:], f"{option}: {shown}", f"of text, or {option} - for what comes through a pipe")
             with open(prompt[1:], "rb") as file:
                 text = file.read(PROMPT_BYTES + 1)
         else:
             text = os.fsencode(prompt)
     except OSError as error:
-        raise ColibriError(option, f"{prompt}: {error.strerror}", "a file of text") from None
+        raise ColibriError(option, f"{shown}: {error.strerror}", "a file of text") from None
     if len(text) > PROMPT_BYTES:
-        raise ColibriError(option, f"more than {PROMPT_BYTES} bytes", "what fits the context", "use fewer")
+        raise ColibriError(option, f"more than {PROMPT_BYTES} bytes", *limit.split("; "))
     if not text:
         raise ColibriError(option, "0 bytes", "at least 1", "the model needs something to continue")
     return text
@@ -324,6 +336,11 @@ def run_chat(engine, options, meter, dialogue):
             "sampling_is": options.sampling_is}
 
 
+def run_score(engine, options, meter, prepared):
+    tokens, num_bytes = prepared
+    return score.figures(score.scores(engine, tokens, meter, lambda pieces: _progress(pieces, "piece")), num_bytes)
+
+
 def _print(text, end="\n"):
     with writing_stdout():
         print(text, end=end)
@@ -350,7 +367,7 @@ def run_latency(engine, options, meter, _):
     repeat = options.repeat or 10
     generator = np.random.default_rng(options.seed)
     one_round = _token_round if header["vocab_size"] else _stack_round
-    for index in _progress(warmup + repeat):
+    for index in _progress(range(warmup + repeat), "round"):
         if index == warmup:
             meter.restart()
         one_round(engine, meter, generator, batch_size, seq_len - new_tokens, new_tokens)
@@ -381,12 +398,12 @@ def _stack_round(engine, meter, generator, batch_size, prompt_len, new_tokens):
         meter.decode(batch_size, engine.stack, x)
 
 
-def _progress(count):
-    """Returns range(count), with a bar on a terminal when it takes longer than two seconds."""
+def _progress(items, unit):
+    """Returns the items, with a bar on a terminal when they take longer than two seconds."""
     if not sys.stderr.isatty():
-        return range(count)
+        return items
     from tqdm import tqdm  # 30 ms that a run without a terminal does not need
-    return tqdm(range(count), delay=2, leave=False, unit="round")
+    return tqdm(items, delay=2, leave=False, unit=unit)
 
 
 def run_stack(engine, options, meter, x):

@@ -17,7 +17,8 @@ FILES = (".pt", ".pth", ".bin", ".safetensors", ".json", ".ckpt", *(suffix for s
 TEXT = ["config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json",
         "added_tokens.json", "chat_template*"]
 YES = ("1", "ON", "YES", "TRUE")  # what huggingface_hub takes HF_HUB_OFFLINE to be set by
-# An error of huggingface_hub -> what was found, what was expected, what to do; {}: about HF_HUB_OFFLINE. Derived classes come first.
+# An error of huggingface_hub -> what was found, what was expected, what to do; {}: about HF_HUB_OFFLINE. Derived classes
+# come first.
 ERRORS = {
     "GatedRepoError": ("a gated model", "access to it", "ask for it on the model's page, then run hf auth login"),
     "RepositoryNotFoundError": ("no such path, and no such model on the Hugging Face Hub", "one of them",

@@ -33,6 +33,7 @@ def place(tmp_path, moe_32, monkeypatch):
     write("outside.bin", moved(good, 1 << 33))
     write("overlap.bin", moved(good, 8192))
     os.mkdir("folder.bin")
+    write("one.txt", b"x")
     write("600.txt", b"x" * 600)
     write("500.txt", b"x" * 500)
     np.save("x.npy", np.zeros((3, 64), np.float32))

@@ -28,6 +28,21 @@ empty: --model empty.bin --prompt hello
     empty.bin: size=0, expected a model; the file is empty, convert again
 short: --model short.bin --prompt hello
     short.bin: size=100, expected at least 512 bytes; the file is cut off, convert again
+score of a file that is missing: --model moe.bin --score none.txt
+    --score: none.txt: No such file or directory, expected a file of text
+score of a folder: --model moe.bin --score folder.bin
+    --score: folder.bin: a directory, expected a file of text, or --score - for what comes through a pipe
+score of nothing: --model moe.bin --score empty.bin
+    --score: 0 bytes, expected at least 1; the model needs something to continue
+score of one byte: --model moe.bin --score one.txt
+    --score: 1 byte, expected at least 2, since the first has none before it; take a longer text
+score of a stack: --model stack.bin --score 500.txt
+    stack.bin: vocab_size=0, expected tokens for a prompt; this is a bare stack of MoE layers, use --input, or a latency
+    run
+score and prompt: --model moe.bin --score 500.txt --prompt hello
+    --prompt: given, expected only without --score; leave it out
+score and temperature: --model moe.bin --score 500.txt --temperature 1
+    --temperature: given, expected only without --score; leave it out
 truncated: --model cut.bin --prompt hello
     cut.bin: size=9000000, expected 15138816 bytes from the header; the file is cut off or has grown, convert again
 foreign: --model foreign.bin --prompt hello

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "capacity": ("errors",),
     "model": ("capacity", "batch", "weights", "errors"),
     "engine": ("checkpoint", "native", "weights", "library", "model", "sampling", "draws", "session", "errors"),
-    "report": ("errors",), "text": ("errors",), "arrays": ("errors",), "listen": ("errors",), "log": (), "stdio": (),
+    "report": ("errors",), "score": ("sampling", "errors"), "text": ("errors",), "arrays": ("errors",), "listen": ("errors",), "log": (), "stdio": (),
     "intake": (), "metrics": ("__version__", "report"), "refused": ("errors",), "fields": ("refused", "sampling", "errors"),
     "stops": ("text",),
     "requests": ("arrays", "chat", "fields", "refused", "report", "sampling", "stops", "text", "errors"),
@@ -40,8 +40,8 @@ MAY_IMPORT = {
     "serve": ("access", "build", "sampling", "listen", "scheduler", "http", "server", "program", "errors"),
     "doctor": ("places", "build", "checkpoint", "weights", "gpu", "library", "errors", "native"),
     "dialogue": ("chat", "text", "program", "errors"),
-    "run": ("__version__", "headers", "checkpoint", "build", "dialogue", "weights", "library", "sampling", "capacity", "engine",
-            "report", "doctor", "text", "arrays", "serve", "log", "program", "errors"),
+    "run": ("__version__", "headers", "checkpoint", "build", "dialogue", "weights", "library", "sampling", "capacity",
+            "engine", "report", "score", "doctor", "text", "arrays", "serve", "log", "program", "errors"),
 }
 
 

@@ -298,7 +298,9 @@ def test_the_credential(tmp_path, moe_32):
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze")
 def test_systemd_takes_the_credential(tmp_path):
-    text = (ROOT / "deploy" / "colibri.service").read_text().replace("/opt/colibri/.venv/bin/python", sys.executable)
+    (tmp_path / "python").symlink_to(sys.executable)  # whose own path may have blanks
+    text = (ROOT / "deploy" / "colibri.service").read_text()
+    text = text.replace("/opt/colibri/.venv/bin/python", str(tmp_path / "python"))
     (tmp_path / "colibri.service").write_text(text.replace("/opt/colibri", "/"))
     for name in ("colibri.socket", "colibri-http.socket"):
         shutil.copy(ROOT / "deploy" / name, tmp_path)
