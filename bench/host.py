@@ -2,12 +2,14 @@
 
 The model is a bare stack of layers of 32 experts, k=2, hidden 1024, ffn 1792, gated, in f16, int8 or int4 (groups of
 64): 2.9 GiB of weights, 9 layers in f16, many times a large cache. Its activation is the clamped SwiGLU, with which
-numbers stay near 1 from layer to layer: SwiGLU's become 0, and then all tokens have the same experts. Decode is one token a step, a new random one each time, so that its experts come from memory. It is
-compared with the rate at which a plain sum reads the same memory. Prefill is 512 tokens a step. It is compared with the
-rate of independent fused multiply-adds, and that of weights of few bits with f16's besides. A ceiling is probed before and after every measurement, because a shared
-machine's ceilings move. The columns are medians over the half of the rounds in which other processes used the
-processors least. The last rows are decode in f16 beside a process that takes one core; it counts among the others.
-COLIBRI_ISA=avx2 and so on in the environment chooses the instruction set.
+numbers stay near 1 from layer to layer: with SwiGLU they become 0, and all tokens have the same experts then.
+
+Decode is one token a step, a new random one each time, so that its experts come from memory. It is compared with the
+rate at which a plain sum reads the same memory. Prefill is 512 tokens a step. It is compared with the rate of
+independent fused multiply-adds, and in int8 and int4 with the same in f16, too. A ceiling is probed before and after
+every measurement, because a shared machine's ceilings move. The columns are medians over the half of the rounds in
+which other processes used the processors least. The last rows of f16 are decode beside a process that takes one core;
+it counts among the others. COLIBRI_ISA=avx2 and so on in the environment chooses the instruction set.
 """
 
 import csv

@@ -333,7 +333,8 @@ def random_model(rng, **config):
     model["layers"] = [fields(
         attention_norm=vector(hidden), qkv=matrix(qkv_rows, hidden), ffn_norm=vector(hidden),
         attention_out=matrix(hidden, heads * model["head_dim"]) if heads else None,
-        router=matrix(experts, hidden, form=headers.form_of("float", model)) * 3, router_bias=vector(experts, model["router_bias"]),
+        router=matrix(experts, hidden, form=headers.form_of("float", model)) * 3,
+        router_bias=vector(experts, model["router_bias"]),
         gate=matrix(experts, ffn, hidden, form=expert) if model["gated"] else None,
         up=matrix(experts, ffn, hidden, form=expert), down=matrix(experts, hidden, ffn, form=expert),
         router_logit_bias=vector(experts, model["router_logit_bias"]),

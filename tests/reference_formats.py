@@ -94,8 +94,10 @@ def dequantise(form, codes, scales, zeros=None, scale=1.0):
         return e4m3()[codes] * wide
     if form.dtype == MXFP4:
         return np.ldexp(E2M1[codes], wide.astype(np.int32) - 127)
-    zero = ZERO[form.dtype] if zeros is None else np.repeat(zeros, form.group, axis=-1)[..., :columns].astype(np.float32)
-    return (codes.astype(np.float32) - np.float32(zero)) * wide.astype(np.float32) * np.float32(scale)
+    zero = np.float32(ZERO[form.dtype])
+    if zeros is not None:
+        zero = np.repeat(zeros, form.group, axis=-1)[..., :columns].astype(np.float32)
+    return (codes.astype(np.float32) - zero) * wide.astype(np.float32) * np.float32(scale)
 
 
 def random_matrix(rng, form, *shape):
@@ -138,9 +140,10 @@ def fma(a, b, c):
     total = product + wide
     part = total - product
     error = (product - (total - part)) + (wide - part)
-    bits = total.view(np.int64)
+    bits = total.view(np.int64).copy()
     is_even = (bits & 1 == 0) & (error != 0) & np.isfinite(total)
-    return np.where(is_even, bits + np.where((error > 0) == (total > 0), 1, -1), bits).view(np.float64).astype(np.float32)
+    bits += is_even * np.where((error > 0) == (total > 0), 1, -1)
+    return bits.view(np.float64).astype(np.float32)
 
 
 def quantise(x, group):

@@ -31,7 +31,8 @@ def config_of(size, forms):
     """Returns BinHeader's fields for forms of experts, dense matrices and embedding."""
     config = {**SIZES[size], "num_experts": 5, "k": 2, "compute_dtype": 2, "activation": SILU}
     for name, form in zip(("expert", "dense", "embed"), forms):
-        config |= {f"{name}_dtype": form.dtype + 1, f"{name}_group": form.group, f"{name}_zero_points": form.zero_points}
+        values = form._replace(dtype=form.dtype + 1)._asdict()
+        config |= {f"{name}_{field}": value for field, value in values.items()}
     return config
 
 

@@ -1,5 +1,5 @@
-/* Loads weights: from the bytes of each format to vectors of numbers, and what else vectors of one instruction set need.
- * A file that includes this sets LANES (floats in a vector) and AVX2 (1: fused multiply-add and f16 conversion in
+/* Loads weights: from the bytes of each format to vectors of numbers. Holds what else vectors of one instruction set
+ * need. A file that includes this sets LANES (floats in a vector) and AVX2 (1: fused multiply-add and f16 conversion in
  * hardware) first, so that the same text is compiled for each. */
 #ifndef FORMATS_H
 #define FORMATS_H

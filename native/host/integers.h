@@ -159,8 +159,8 @@ INLINE ivec step(ivec sum, ivec weights, ivec values) {
 #endif
 }
 
-/* Adds products of a group's part: PART vectors of rows from `vector` on, times one token's values. High nibbles of INT4
- * stay where they are, 16 times as large. */
+/* Adds products of a group's part: PART vectors of rows from `vector` on, times one token's values. High nibbles of
+ * INT4 stay where they are, 16 times as large. */
 INLINE void dot_part(ivec *sum, const Group *group, int vector, int dtype, const int8_t *x) {
     const uint8_t *units = group->units + vector * 4 * LANES;
     ivec sixteenfold[PART] = {0};
@@ -328,8 +328,8 @@ INLINE void integer_product(Form form, int dtype, const void *panel, int columns
     }
 }
 
-/* xq = x / (absmax / 127), rounded to nearest even, of each group of columns. A group with NaN or infinity has the scale
- * NaN; one so small that its scale is 0 is 0. */
+/* xq = x / (absmax / 127), rounded to nearest even, of each group of columns. A group with NaN or infinity has the
+ * scale NaN; one so small that its scale is 0 is 0. */
 static void quantize(const float *x, int columns, int group, QuantizedRow row) {
     for (int g = 0; g < CEIL_DIV(columns, group); g++) {
         const int first = g * group, count = columns - first < group ? columns - first : group;
