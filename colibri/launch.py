@@ -91,7 +91,7 @@ class Launcher:
             self.graphs.get_or_create((model, num_logits, part, chosen), enqueue)
 
     def _find_routing(self, model):
-        """Returns a page-locked copy of expert_ids' first row, its address on the device, and whether a part begins with
+        """Returns a page-locked copy of the first row of ids, its address on the device, and whether a part begins with
         the experts that the part before it chose: the first does not, nor does one after a layer without a router."""
         ids = self._gpu.allocate_pinned(4 * self._library.baked["k"]).view(np.int32)
         return ids, int(self._fields(model)["state"]["expert_ids"]), self._has_router(model)

@@ -140,7 +140,7 @@ typedef struct BinHeader {
     uint32_t expert_dtype;      /* of the experts' matrices: 0 weight_dtype, else a DTYPE code + 1 */
     uint32_t dense_dtype;       /* of every other matrix, likewise */
     uint32_t compute_dtype;     /* 16 bits, of operands and caches beside weights of few bits; likewise */
-    uint64_t settings_offset;   /* JSON: chat templates, special tokens, sampling; a multiple of DATA_ALIGNMENT; 0: none */
+    uint64_t settings_offset;   /* JSON: chat templates, special tokens, sampling; like tokenizer_offset */
     uint64_t settings_bytes;
     uint32_t settings_crc32;
     uint32_t embed_dtype;       /* of embed and lm_head: 0 as the dense matrices in all, else a DTYPE code + 1 */

@@ -214,7 +214,8 @@ static int fault(Model *m, int kind, int layer, int which) {
 int host_route(Model *m, int num_tokens, int layer, const float *input, const float *router, const float *logit_bias,
                const float *correction) {
     host_dense(m, num_tokens, (Product){
-        .panels = router, .form = {DTYPE_F32, 0, 0}, .item_rows = PART_ROWS, .input = input, .output = m->state.router_logits,
+        .panels = router, .form = {DTYPE_F32, 0, 0}, .item_rows = PART_ROWS, .input = input,
+        .output = m->state.router_logits,
         .bias = logit_bias, .columns = HIDDEN, .outputs = NUM_EXPERTS, .scale = 1});
     Route route = {m, correction};
     double cost = 2000.0 * num_tokens * CEIL_DIV(NUM_EXPERTS, SORT_LANES);
