@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import reference_families
 from conftest import opened
+from reference import log_softmax
 from test_families_reference import CASES, model
 
+from colibri import score
+from colibri.report import Meter
 from converter import __main__ as converter
 from converter import families
 
@@ -59,6 +62,19 @@ def test_logits_are_the_originals(family):
     else:
         assert error(got, recorded["logits"]) < TOLERANCE[dtype]
         assert error(got, exact) < 1e-5
+
+
+def test_log_likelihoods_are_the_originals(family):
+    """--score's, of transformers' logits; where a checkpoint's rotary frequencies were rounded, of NumPy's."""
+    name, engine = family
+    recorded = np.load(CASES / f"{name}.npz")
+    dtype = json.loads((CASES / name / "config.json").read_text()).get("dtype", "float32")
+    for ids, rows in zip(recorded["ids"], recorded["logits"]):
+        if dtype != "float32":
+            rows = reference_families.logits(*model(name), ids, np.float64)
+        expected = log_softmax(rows[:-1].astype(np.float64))[np.arange(len(ids) - 1), ids[1:]].sum()
+        got = score.scores(engine, ids.tolist(), Meter(engine, 0.0), list).sum()
+        assert abs(got - expected) < 1e-4 * abs(expected)
 
 
 def test_greedy_tokens_are_the_originals(family):
