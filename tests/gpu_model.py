@@ -3,6 +3,7 @@ one."""
 
 import concurrent.futures
 import ctypes
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -32,10 +33,14 @@ def library_file(extra="", **config):
     """The CUDA library for this GPU with this configuration baked in, built if it is not yet."""
     defines = [f"-D{headers.default().macros[name]}={config[name]}" for name in BAKED if name in config]
     text = " ".join([*defines, LOGITS, *extra.split()])
-    made = subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, text=True, capture_output=True,
-                          check=False)
+    folder = ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run in parallel build it once
+        made = subprocess.run(["make", "-s", f"ARCH={arch()}", f"CONFIG={text}"], cwd=ROOT, text=True,
+                              capture_output=True, check=False)
     assert made.returncode == 0, made.stderr
-    return ROOT / "build" / f"{arch()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}" / "libcolibri.so"
+    return folder / "libcolibri.so"
 
 
 def build_all(paths):

@@ -100,7 +100,7 @@ def bits_of(gpu, op, source, out, values, sizes, launched, layer=0):
     for size in sizes:
         gpu.write(source, values[:size])
         gpu.run_op("begin", size)  # also sets the true number, which the launch of more keeps
-        gpu._run(lambda model, rows: gpu.library.run_op(model, op.encode(), rows, layer), launched or size)
+        gpu._model.run(lambda model, rows: gpu.library.run_op(model, op.encode(), rows, layer), launched or size)
         yield gpu.state(out, size).view(np.uint32)
 
 
