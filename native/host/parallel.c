@@ -275,7 +275,7 @@ static void share_out(Team *t, int num_threads, long items) {
     PUT(t->num_active, num_threads);
     for (int i = 0; i < count; i++) {
         uint64_t first = items * i / count, end = items * (i + 1) / count;
-        PUT(t->workers[present[i]].range, first | end << 32);
+        __atomic_store_n(&t->workers[present[i]].range, first | end << 32, __ATOMIC_RELEASE);
     }
 }
 
