@@ -92,26 +92,31 @@ INLINE void add_block(PanelSums *sums, int32_t (*block)[PANEL_ROWS], const Group
         }
 }
 
-/* A group times many tokens. A block's sums are added up while the next one's are made. */
+/* Copies a block's values. Here, and of sums, a tile that is read at once would wait for what was just stored. */
+INLINE void copy_values(int8_t (*values)[MAX_GROUP], const Input *in, int first, int num_tokens, Form form) {
+    const int count = num_tokens - first < BLOCK ? num_tokens - first : BLOCK;
+    for (int t = 0; t < count; t++)
+        for (int c = 0; c < form.group; c += 32) memcpy(values[t] + c, in[first + t].values + c, 32);
+}
+
+/* A group times many tokens. While a block is multiplied, the next one's values are copied, and the sums of the one
+ * before it are added up. */
 INLINE void tiles_of_tokens(const Group *group, Form form, int num_tokens, const Input *in, PanelSums *sums) {
     char units[MAX_GROUP * PANEL_ROWS] __attribute__((aligned(64)));
     int8_t values[2][BLOCK][MAX_GROUP] __attribute__((aligned(64)));
     int32_t blocks[2][BLOCK][PANEL_ROWS] __attribute__((aligned(64)));
-    const int is_off = has_signed(group, form);
+    const int is_off = has_signed(group, form), num_blocks = CEIL_DIV(num_tokens, BLOCK);
+    copy_values(values[0], in, 0, num_tokens, form);
     unpack_units(units, group, form.dtype, is_off);
-    const int num_blocks = CEIL_DIV(num_tokens, BLOCK);
     for (int b = 0; b <= num_blocks; b++) {
-        const int first = b * BLOCK, count = num_tokens - first < BLOCK ? num_tokens - first : BLOCK;
+        const int before = (b - 1) * BLOCK, left = num_tokens - before;
+        copy_values(values[(b + 1) % 2], in, (b + 1) * BLOCK, num_tokens, form);
         if (b < num_blocks) {
             ask_share(group, b, num_blocks);
-            for (int t = 0; t < count; t++)
-                for (int c = 0; c < form.group; c += 32) memcpy(values[b % 2][t] + c, in[first + t].values + c, 32);
             multiply_block(blocks[b % 2], units, values[b % 2], form);
         }
-        const int before = first - BLOCK;
         if (b > 0)
-            add_block(sums + before, blocks[(b - 1) % 2], group, in + before, b < num_blocks ? BLOCK : count + BLOCK,
-                      is_off);
+            add_block(sums + before, blocks[(b - 1) % 2], group, in + before, left < BLOCK ? left : BLOCK, is_off);
     }
 }
 
