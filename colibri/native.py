@@ -10,11 +10,6 @@ import numpy as np
 from colibri import headers, places
 from colibri.errors import ColibriError
 
-# Of libgomp: a thread that waits spins for some 50 us, so that it is awake for a step's next op, then sleeps. Its
-# default of 300,000 makes a prefill wait a hundred times as long when another process has one of the cores.
-SPIN_COUNT = "3000"
-
-
 _process = None  # the id of the one that loaded a library first
 
 
@@ -32,7 +27,6 @@ class Library:
         path = os.path.abspath(path)  # a bare name would be looked for in the system's folders
         check_process()
         _check_whole(path, self.file)
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when the library is loaded
         functions = headers.default().functions
         try:
             library = ctypes.CDLL(path)

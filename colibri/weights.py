@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,7 @@ class HostMemory:
 
     def state(self, num_bytes):
         self._state = _block(num_bytes)
+        weakref.finalize(self._state, self._library.rest)
         self._start = self._state.ctypes.data
         return self._start
 

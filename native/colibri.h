@@ -41,12 +41,14 @@ int colibri_draw(void *draws, int num_draws, int num_threads);
 int colibri_forward_stack(void *model, int num_tokens);
 /* One op of ops.h by its name, on the model's state as colibri_forward would call it: for tests and benchmarks. */
 int colibri_run_op(void *model, const char *op, int num_rows, int layer);
+/* Waits until no thread reads for a step that is over: call it before memory of a model is given back. */
+int colibri_rest(void);
 /* Turns a fault that the step left in the batch into an error. Call it when the step has completed. */
 int colibri_check(const void *model);
 /* From now on, a fault in that mapping of a file (cut off by another, or on a disk that fails) writes the line and
  * exits with 2. */
 int colibri_guard(const void *data, int64_t bytes, const char *line);
-/* Ends one colibri_guard of that mapping. */
+/* Ends one colibri_guard of that mapping, and waits until no thread reads it. */
 int colibri_unguard(const void *data);
 /* Makes the panel of few bits (INT8, INT4, FP8) whose weights are the nearest to 64 rows of `columns` wide weights of
  * dtype `source`, all finite. unit: with INT8 and INT4 the tensor's scale, a power of two. */

@@ -69,7 +69,7 @@ int colibri_run_op(void *model, const char *op, int num_rows, int l) {
     Model *m = model;
     m->layer = l;
 #define OP(name, has) \
-    if (strcmp(op, #name) == 0 && m->ops->name) return m->ops->name(m, num_rows, l);
+    if (strcmp(op, #name) == 0 && m->ops->name) return m->ops->name(m, num_rows, l) || colibri_rest() ? -1 : 0;
     OPS(OP)
 #undef OP
     return fail("op=%s, expected one of native/ops.h that this model has", op);

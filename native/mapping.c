@@ -63,6 +63,7 @@ int colibri_guard(const void *data, int64_t bytes, const char *line) {
 }
 
 int colibri_unguard(const void *data) {
+    colibri_rest();
     pthread_mutex_lock(&lock);
     for (Guard *guard = guards; guard < guards + MAX_GUARDS; guard++)
         if (guard->bytes && guard->start == (uintptr_t)data) {

@@ -147,6 +147,7 @@ class HostModel:
         for name, values in fields(tokens=tokens, positions=positions, slots=slots, logit_rows=range(count)).items():
             self.batch[name][:count] = values
         self.library.forward(self.model.ctypes.data, count, count)
+        self.library.rest()  # memory is given back at any time
         return self.state["logits"][:count].copy()
 
 

@@ -18,6 +18,7 @@ MISTAKES = {
     "--soak: -1, expected a number above 0": "soak --soak -1",
     "--rounds: 0, expected 1 or more": "host --rounds 0",
     "--gib: nan, expected a number above 0": "convert --gib nan",
+    "--shapes: llama, expected one of mixtral, olmoe, qwen3-30b": "whole --shapes llama",
     "foo: unknown, expected one of bin, step, request": "fuzz foo",
 }
 

@@ -50,32 +50,38 @@ int host_experts_down(Model *m, int num_tokens, int layer) {
     return 0;
 }
 
+#define ADD_UP_COLUMNS 256
+#define ADD_UP_PARTS CEIL_DIV(HIDDEN, ADD_UP_COLUMNS)
+
 typedef struct Sum {
     const Model *model;
     int residual, num_slots;
     const float *mlp_out, *bias; /* (*, HIDDEN), (HIDDEN), or NULL */
 } Sum;
 
-static void add_up_token(const void *job, long t) {
+/* One item is ADD_UP_COLUMNS of a token's columns. */
+static void add_up_part(const void *job, long item) {
     const Sum *s = job;
     const State *state = &s->model->state;
+    const int64_t t = item / ADD_UP_PARTS, first = item % ADD_UP_PARTS * ADD_UP_COLUMNS;
+    const int count = HIDDEN - first < ADD_UP_COLUMNS ? (int)(HIDDEN - first) : ADD_UP_COLUMNS;
     const float *weight = state->expert_weights + t * EXPERTS_PER_TOKEN;
-    const float *out = state->expert_out + t * EXPERTS_PER_TOKEN * HIDDEN;
+    const float *out = state->expert_out + t * EXPERTS_PER_TOKEN * HIDDEN + first;
     const float multiplier = s->model->header.residual_multiplier;
-    float *x = state->x + t * HIDDEN;
-    for (int i = 0; i < HIDDEN; i++) {
-        float sum = s->num_slots ? weight[0] * out[i] : 0.0f;
-        for (int slot = 1; slot < s->num_slots; slot++) sum += weight[slot] * out[(int64_t)slot * HIDDEN + i];
-        if (s->mlp_out) sum += s->mlp_out[t * HIDDEN + i];
-        if (s->bias) sum += s->bias[i];
-        sum *= multiplier;
-        x[i] = s->residual ? x[i] + sum : sum;
-    }
+    float *restrict x = state->x + t * HIDDEN + first;
+    float sum[ADD_UP_COLUMNS] = {0};
+    for (int i = 0; s->num_slots && i < count; i++) sum[i] = weight[0] * out[i];
+    for (int slot = 1; slot < s->num_slots; slot++)
+        for (int i = 0; i < count; i++) sum[i] += weight[slot] * out[(int64_t)slot * HIDDEN + i];
+    for (int i = 0; s->mlp_out && i < count; i++) sum[i] += s->mlp_out[t * HIDDEN + first + i];
+    for (int i = 0; s->bias && i < count; i++) sum[i] += s->bias[first + i];
+    for (int i = 0; i < count; i++) x[i] = s->residual ? x[i] + sum[i] * multiplier : sum[i] * multiplier;
 }
 
 void host_add_up(const Model *m, int num_tokens, int residual, int num_slots, const float *mlp_out, const float *bias) {
     Sum sum = {m, residual, num_slots, mlp_out, bias};
-    parallel_for(m->num_threads, num_tokens, (double)num_tokens * (num_slots + 1) * HIDDEN, add_up_token, &sum);
+    const double cost = 8.0 * num_tokens * (num_slots + 1) * HIDDEN; /* what is added up lies in other cores' caches */
+    parallel_for(m->num_threads, (long)num_tokens * ADD_UP_PARTS, cost, add_up_part, &sum);
 }
 
 int host_combine(Model *m, int num_tokens, int layer) {

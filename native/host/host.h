@@ -100,6 +100,11 @@ static inline const Kernels *host_kernels(void) { return host_isa()->kernels; }
 /* Calls run(job, item) for each item, on up to num_threads threads. `cost` is the whole job's in multiply-adds:
  * small jobs stay on the calling thread. Items must not depend on one another. */
 void parallel_for(int num_threads, long items, double cost, void (*run)(const void *job, long item), const void *job);
+/* Between the two, run() only reads, and of what the job points to weights and inputs alone: if the item takes too
+ * long, another thread does it, and the job may be over. Then was_taken() is 1, and run() returns at once. */
+void may_be_taken(void);
+int was_taken(void);
+double seconds(void); /* of a clock that only goes forward */
 
 /* A Product's panels: the matrix of that name of struct Layer or Weights. */
 #define MATRIX(owner, name) .panels = (owner)->name, .tensor_scale = (float)(owner)->name##_scale

@@ -286,7 +286,8 @@ static __attribute__((noinline)) void tiles(const Group *group, const char *weig
 }
 
 /* A group times many tokens. */
-INLINE void many_tokens(const Group *group, int dtype, int num_tokens, const Input *in, PanelSums *sums) {
+INLINE void many_tokens(const Group *group, Form form, int num_tokens, const Input *in, PanelSums *sums) {
+    const int dtype = form.dtype;
     char steps[STEPS * MAX_GROUP * PANEL_ROWS] __attribute__((aligned(64)));
     Words words;
     const void *values[TOKEN_CHUNK];
@@ -297,11 +298,14 @@ INLINE void many_tokens(const Group *group, int dtype, int num_tokens, const Inp
     tiles(group, weights, STEPS * num_units, num_tokens, values, in, sums);
 }
 
-typedef void ManyTokens(const Group *group, int dtype, int num_tokens, const Input *in, PanelSums *sums);
+typedef void ManyTokens(const Group *group, Form form, int num_tokens, const Input *in, PanelSums *sums);
+INLINE void no_tiles(Form form) { (void)form; }
+INLINE void no_end(void) {}
 
 /* The product of kernels.h's table, for a dtype that is constant where this is inlined. */
 INLINE void integer_product(Form form, int dtype, const void *panel, int columns, int num_tokens,
-                            const void *const *rows, PanelSums *sums, const void *next, ManyTokens *many) {
+                            const void *const *rows, PanelSums *sums, const void *next, ManyTokens *many,
+                            void (*begin)(Form form), void (*end)(void)) {
     const int num_groups = CEIL_DIV(columns, form.group), padded = num_groups * form.group;
     const int table_bytes = (int)panel_sizes(form, columns).table_bytes, group_bytes = (int)group_offset(form, 1);
     const int wanted = CEIL_DIV(AHEAD_BYTES, group_bytes), groups_ahead = wanted < num_groups ? wanted : num_groups;
@@ -310,6 +314,7 @@ INLINE void integer_product(Form form, int dtype, const void *panel, int columns
     Input in[TOKEN_CHUNK];
     form.dtype = dtype;
     memset(sums, 0, sizeof *sums * num_tokens);
+    if (num_tokens > FEW_TOKENS) begin(form);
     for (int g = 0; g < num_groups; g++, table += group_bytes) {
         const int first = g * form.group, left = columns - first;
         read_group(&group, form, table, table_bytes, left < form.group ? left : form.group);
@@ -324,45 +329,55 @@ INLINE void integer_product(Form form, int dtype, const void *panel, int columns
             in[t].sum = ((const int32_t *)(row + padded))[num_groups + g];
         }
         if (num_tokens <= FEW_TOKENS) few_tokens(&group, dtype, num_tokens, in, sums);
-        else many(&group, dtype, num_tokens, in, sums);
+        else many(&group, form, num_tokens, in, sums);
     }
+    if (num_tokens > FEW_TOKENS) end();
 }
+
+typedef int8_t octets __attribute__((vector_size(LANES)));
 
 /* xq = x / (absmax / 127), rounded to nearest even, of each group of columns. A group with NaN or infinity has the
  * scale NaN; one so small that its scale is 0 is 0. */
 static void quantize(const float *x, int columns, int group, QuantizedRow row) {
     for (int g = 0; g < CEIL_DIV(columns, group); g++) {
         const int first = g * group, count = columns - first < group ? columns - first : group;
-        int32_t largest = 0, bits[MAX_GROUP], sum = 0; /* of numbers without a sign, bits have the same order */
-        memcpy(bits, x + first, sizeof *bits * count);
-        for (int i = 0; i < count; i++) largest = (bits[i] & INT32_MAX) > largest ? bits[i] & INT32_MAX : largest;
-        union { int32_t i; float f; } absmax = {largest};
-        const float scale = absmax.f / 127.0f;
-        memset(row.values + first, 0, group);
-        const int is_finite = largest < 0x7f800000;
-        row.scales[g] = is_finite ? scale : NAN;
-        for (int i = 0; i < (is_finite && scale > 0 ? count : 0); i++) {
-            float value = x[first + i] / scale; /* of subnormal scales it can be above 127 */
-            value = value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value;
-            int8_t rounded = (int8_t)(int)((value + 0x1.8p23f) - 0x1.8p23f);
-            row.values[first + i] = rounded;
-            sum += rounded;
+        float values[MAX_GROUP] __attribute__((aligned(64)));
+        memcpy(values, x + first, sizeof *values * count);
+        memset(values + count, 0, sizeof *values * (group - count));
+        ivec most = {0}, total = {0}; /* of numbers without a sign, bits have the same order */
+        for (int i = 0; i < group; i += LANES) {
+            ivec bits = load_ints(values + i) & INT32_MAX, is_more = bits > most;
+            most = (bits & is_more) | (most & ~is_more);
         }
-        row.sums[g] = sum;
+        union { int32_t i; float f; } absmax = {0};
+        for (int lane = 0; lane < LANES; lane++) absmax.i = most[lane] > absmax.i ? most[lane] : absmax.i;
+        const int is_finite = absmax.i < 0x7f800000;
+        const float scale = is_finite ? absmax.f / 127.0f : NAN;
+        for (int i = 0; i < group; i += LANES) {
+            vec value = scale > 0 ? load(values + i) / scale : splat(0); /* of subnormal scales it can be above 127 */
+            value = choose(value > 127.0f, splat(127.0f), choose(value < -127.0f, splat(-127.0f), value));
+            const ivec rounded = __builtin_convertvector((value + 0x1.8p23f) - 0x1.8p23f, ivec);
+            const octets narrow = __builtin_convertvector(rounded, octets);
+            memcpy(row.values + first + i, &narrow, sizeof narrow);
+            total += rounded;
+        }
+        row.scales[g] = scale;
+        row.sums[g] = 0;
+        for (int lane = 0; lane < LANES; lane++) row.sums[g] += total[lane];
     }
 }
 
-#define INTEGER_PRODUCT(name, dtype, many)                                                                            \
+#define INTEGER_PRODUCT(name, dtype, many, begin, end)                                                                \
     static void name(Form form, const void *panel, int columns, int num_rows, int num_tokens, const void *const *in,  \
                      PanelSums *sums, const void *next) {                                                             \
         (void)num_rows;                                                                                               \
-        integer_product(form, dtype, panel, columns, num_tokens, in, sums, next, many);                               \
+        integer_product(form, dtype, panel, columns, num_tokens, in, sums, next, many, begin, end);                   \
     }
 
-#define INTEGER_KERNELS(name, many) \
-    INTEGER_PRODUCT(product_int8, DTYPE_INT8, many) \
-    INTEGER_PRODUCT(product_int4, DTYPE_INT4, many) \
-    INTEGER_PRODUCT(product_mxfp4, DTYPE_MXFP4, many) \
+#define INTEGER_KERNELS(name, many, begin, end) \
+    INTEGER_PRODUCT(product_int8, DTYPE_INT8, many, begin, end) \
+    INTEGER_PRODUCT(product_int4, DTYPE_INT4, many, begin, end) \
+    INTEGER_PRODUCT(product_mxfp4, DTYPE_MXFP4, many, begin, end) \
     const IntegerKernels name = {{[DTYPE_INT8] = USES(DTYPE_INT8) ? product_int8 : NULL, \
                                   [DTYPE_INT4] = USES(DTYPE_INT4) ? product_int4 : NULL, \
                                   [DTYPE_MXFP4] = USES(DTYPE_MXFP4) ? product_mxfp4 : NULL}, quantize}

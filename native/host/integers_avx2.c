@@ -6,5 +6,5 @@
 #define PAIRS 1
 #include "integers.h"
 
-INTEGER_KERNELS(avx2_integers, many_tokens);
+INTEGER_KERNELS(avx2_integers, many_tokens, no_tiles, no_end);
 #endif

@@ -8,5 +8,5 @@
 #define PAIRS 0
 #include "integers.h"
 
-INTEGER_KERNELS(avxvnni_integers, many_tokens);
+INTEGER_KERNELS(avxvnni_integers, many_tokens, no_tiles, no_end);
 #endif

@@ -4,4 +4,4 @@
 #define PAIRS 0
 #include "integers.h"
 
-INTEGER_KERNELS(portable_integers, many_tokens);
+INTEGER_KERNELS(portable_integers, many_tokens, no_tiles, no_end);

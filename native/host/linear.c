@@ -10,7 +10,6 @@ typedef struct Items {
     const BinHeader *header;
     const char *quantized; /* the input's rows, where weights are integers, each of row_bytes; else NULL */
     int64_t row_bytes;
-    int num_threads;
     long count;
     long first[NUM_EXPERTS + 1]; /* of each active expert */
 } Items;
@@ -63,8 +62,10 @@ static void run_item(const void *job, long item) {
     const Items *items = job;
     const Product *p = items->product;
     const Work work = work_of(items, item);
-    const long later = item + items->num_threads < items->count ? item + items->num_threads : item;
-    const void *next = work_of(items, later).panel;
+    const void *next = work_of(items, item + 1 < items->count ? item + 1 : item).panel;
+    ProductKernel *multiply = items->multiply;
+    const Form form = p->form;
+    const int columns = p->columns, outputs = p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs;
     const int num_rows = work.to - work.from;
     const void *in[TOKEN_CHUNK] = {NULL};
     PanelSums sums[TOKEN_CHUNK] __attribute__((aligned(64)));
@@ -72,8 +73,9 @@ static void run_item(const void *job, long item) {
         int64_t row = (p->assignments ? p->assignments[work.from + i] : work.from + i) / p->input_divisor;
         in[i] = items->quantized ? (const void *)(items->quantized + row * items->row_bytes) : product_input(p, row);
     }
-    items->multiply(p->form, work.panel, p->columns, p->epilogue == ACTIVATE ? PANEL_ROWS : work.num_outputs, num_rows,
-                    in, sums, next);
+    may_be_taken();
+    multiply(form, work.panel, columns, outputs, num_rows, in, sums, next);
+    if (was_taken()) return;
     for (int i = 0; i < num_rows; i++) {
         if (p->tensor_scale) scale_sums(sums[i], p->tensor_scale);
         if (p->bias) add_bias(p, work.place, work.first_output, sums[i]);
@@ -86,7 +88,7 @@ static void run_item(const void *job, long item) {
 void host_product(const Model *m, const Product *p) {
     const Isa *isa = host_isa();
     const int is_integers = takes_integers(p->form);
-    Items items = {.product = p, .kernels = isa->kernels, .header = &m->header, .num_threads = m->num_threads,
+    Items items = {.product = p, .kernels = isa->kernels, .header = &m->header,
                    .multiply = (is_integers ? isa->integers->product : isa->kernels->product)[p->form.dtype]};
     int num_parts = CEIL_DIV(p->outputs, p->item_outputs), num_rows = 0;
     for (int i = 0; i < p->num_active; i++) {

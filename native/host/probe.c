@@ -1,5 +1,4 @@
 /* Measures the machine's ceilings, with which speeds are compared, with the instructions of the kernels. */
-#include <omp.h>
 
 #include "host.h"
 
@@ -26,13 +25,25 @@ double colibri_read_sum(const void *data, int64_t bytes, int num_threads) {
     return sum;
 }
 
-double colibri_fma_rate(double seconds, int num_threads) {
-    const Isa *isa = host_isa();
+typedef struct Loop {
+    const Kernels *kernels;
+    double end; /* by seconds() */
+    int64_t *done;
+} Loop;
+
+static void fma_item(const void *job, long item) {
+    const Loop *loop = job;
     int64_t done = 0;
-    if (!isa) return -1;
-    double start = omp_get_wtime(), end = start;
-#pragma omp parallel num_threads(num_threads) reduction(+ : done)
-    while (omp_get_wtime() - start < seconds) done += isa->kernels->fma_loop(10000);
-    end = omp_get_wtime();
-    return done / (end - start);
+    (void)item;
+    while (seconds() < loop->end) done += loop->kernels->fma_loop(10000);
+    __atomic_fetch_add(loop->done, done, __ATOMIC_RELAXED);
+}
+
+double colibri_fma_rate(double duration, int num_threads) {
+    int64_t done = 0;
+    if (!host_isa()) return -1;
+    const double start = seconds();
+    Loop loop = {host_kernels(), start + duration, &done};
+    parallel_for(num_threads, num_threads, 1e9, fma_item, &loop);
+    return done / (seconds() - start);
 }
