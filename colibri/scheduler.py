@@ -344,6 +344,14 @@ class Scheduler:
         if request.max_new_tokens == 0:  # the prompt's log-probabilities were all that was asked for
             self._finish(request, "length")
             return
+        try:
+            is_over = request.history is not None and request.history.is_over()
+        except ColibriError as error:
+            self._finish(request, error=Refused.of(error, id=request.id))
+            return
+        if is_over:
+            self._finish(request, "stop")
+            return
         if request.sampler.ends(token, self.engine.checkpoint.eos):
             request.ending = token
             self._finish(request, "stop")

@@ -70,6 +70,7 @@ class Server:
             self._intake.close()
             if self.chat:
                 self.chat.close()
+            self.reader.close()
             self.log.close()
         error = self.scheduler.error or self._error
         if error is not None:
@@ -265,10 +266,11 @@ class Server:
         self._intake.run(function, size, told)
 
     def encoded(self, request, made, error):
-        """Submits a request whose prompt is in tokens, or refuses it. made: (prompt, max_new_tokens)"""
+        """Submits a request whose prompt is in tokens, or refuses it. made: (prompt, max_new_tokens, grammar)"""
         request.encode = None
         if error is None:
-            request.prompt, request.max_new_tokens = made
+            request.prompt, request.max_new_tokens, grammar = made
+            request.sampler = request.sampler._replace(grammar=grammar)
             self.scheduler.enter(request)
             request.owner.accepted(request)
             return

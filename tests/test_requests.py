@@ -129,7 +129,7 @@ def made(reader, values):
     """A request with its prompt in tokens."""
     request = reader.request(values)
     if request.encode:
-        request.prompt, request.max_new_tokens = request.encode()
+        request.prompt, request.max_new_tokens = request.encode()[:2]
     return request
 
 

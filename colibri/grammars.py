@@ -1,0 +1,193 @@
+"""Grammars: which tokens may come next in an answer of a form that a request asks for, by the package llguidance."""
+
+import json
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from colibri.errors import ColibriError, printable
+from colibri.processes import NotStarted, Processes, why_ended
+
+CHECK_SECONDS = 2     # of computing, that a grammar may take to be compiled
+MASK_THREADS = 4      # at most; the masks of several answers are computed at once
+WORDS = 300           # characters of what the package says of an error
+PLACE = re.compile(r"^(at )?\d+\(\d+\): |^failed to compile JSON schema: ")  # in a text that the client has not seen
+OPTIONS = '%llguidance {"no_forcing": true}\n'  # as many tokens may spell a text as do in any answer
+ALL = 0xffffffff
+END = b"<end of the answer>"
+
+
+def package():
+    import llguidance
+    return llguidance
+
+
+def LIMITS(used):
+    """Returns what bounds the time and memory of a mask."""
+    return used.LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+
+
+class _Vocabulary:
+    """What the package wants to know of tokens. It asks for those of a text where it forces some, which it does not."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens, special):
+        self.tokens, self.special_token_ids, self.eos_token_id = [*tokens, END], [*special, len(tokens)], len(tokens)
+
+    def __call__(self, text):
+        return []
+
+
+def tokenizer(used, tokens, special):
+    """Returns the package's tokenizer of tokens, each as bytes, with one more that stands for all that end a text."""
+    wrapped = used.TokenizerWrapper(_Vocabulary(tokens, special))
+    return used.LLTokenizer(wrapped, n_vocab=len(tokens) + 1, eos_token=len(tokens),
+                            slices=used.LLTokenizer.json_slices() if len(tokens) > 1000 else [])
+
+
+class Grammars:
+    """Compiles grammars for a model. Any thread may ask; what is needed for the first is made then.
+
+    codec: of the model's text
+    """
+
+    def __init__(self, codec, vocab_size, eos):
+        self._codec, self._vocab_size, self._eos = codec, vocab_size, eos
+        self._lock, self._check, self._tokenizer, self._threads = threading.Lock(), None, None, None
+
+    def compile(self, constraint):
+        """Returns the Grammar of a Constraint."""
+        where = constraint.where
+        with self._lock:
+            self._start(where)
+        text = "\n".join((constraint.text, *self._rules(constraint.marks), OPTIONS))
+        try:
+            found, status = self._check.ask(json.dumps(text).encode() + b"\n")
+        except NotStarted as error:
+            raise ColibriError(where, *error.parts[1:]) from None
+        error = f"it needs {why_ended(status, CHECK_SECONDS)}" if found is None else _words(found["error"])
+        if not error:
+            matcher = self._package.LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS(self._package))
+            error = _words(matcher.get_error())
+        if error:
+            raise ColibriError(where, f'"{error}"', "what llguidance takes",
+                               "make it simpler" if found is None else None)
+        return Grammar(matcher, self._threads, self._vocab_size, where)
+
+    def _rules(self, marks):
+        """Returns the rules of a Constraint's marks."""
+        return [f"mark_{number}: <[{self._special[mark]}]>" if mark in self._special else
+                f"mark_{number}: {json.dumps(mark)}" for number, mark in enumerate(marks)]
+
+    def _start(self, where):
+        if self._tokenizer is not None:
+            return
+        try:
+            self._package = package()
+        except ImportError:
+            raise ColibriError(where, "llguidance is not installed", "it for answers of a form",
+                               "run pip install llguidance (the extra `grammar`) for the server") from None
+        if not self._codec.is_uniform:
+            raise ColibriError(where, "given", "a model whose tokens have the same text wherever they stand",
+                               "this model's tokenizer.json has a decoder that changes it")
+        if self._check is None:
+            self._check = Processes("grammar_check", json.dumps([CHECK_SECONDS]).encode() + b"\n", where)
+            self._threads = ThreadPoolExecutor(min(MASK_THREADS, os.cpu_count() or 1), "masks")
+        numbers = range(self._vocab_size)
+        special = {*self._eos, *(number for number in numbers if self._codec.data(number) is None)}
+        tokens = [self._codec.name(number)[1] for number in numbers]
+        special = sorted(token for token in special if tokens[token])
+        self._special = {tokens[token].decode(errors="replace"): token for token in special}
+        self._tokenizer = tokenizer(self._package, tokens, special)
+
+    def close(self):
+        with self._lock:
+            if self._check is not None:
+                self._check.close()
+                self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Grammar:
+    """A grammar, compiled for a model."""
+
+    def __init__(self, matcher, threads, vocab_size, where):
+        self._matcher, self._threads, self._vocab_size, self._where = matcher, threads, vocab_size, where
+
+    def guide(self, ends):
+        """Returns a Guide of an answer. ends: the tokens that end it"""
+        return Guide(self._matcher.deep_copy(), self._threads, self._vocab_size, ends, self._where)
+
+
+class Guide:
+    """Follows one answer through a grammar, for the thread that steps the model.
+
+    The mask of the tokens that may come next is computed on another thread as soon as a token is added, beside the step
+    that needs it at its end.
+
+    is_complete: the answer has all of its text: nothing may follow. error: why no mask can be computed, or None
+    """
+
+    def __init__(self, matcher, threads, vocab_size, ends, where):
+        self._matcher, self._threads, self._vocab_size, self._where = matcher, threads, vocab_size, where
+        self._ends = np.array(sorted(ends), np.int64)
+        self.is_complete, self.error = False, None
+        self._mask = threads.submit(self._compute)
+
+    def add(self, token):
+        """Takes in a token that was drawn."""
+        self._mask.result()
+        self._matcher.consume_token(token)
+        self._look()
+        if self.error is None and not self.is_complete:
+            self._mask = self._threads.submit(self._compute)
+
+    def allowed(self, barred=()):
+        """Returns a bit for each token that may come next, uint32, without those barred unless no others are left.
+
+        Where there are none, is_complete or error says why, and all may.
+        """
+        mask = self._mask.result()
+        self._look()
+        is_end = mask[self._vocab_size // 32] >> np.uint32(self._vocab_size % 32) & 1
+        mask = _with(mask, [self._vocab_size], False)
+        if is_end:
+            mask = _with(mask, self._ends, True)
+        if self.error or not mask.any():
+            self.is_complete = bool(is_end) and self.error is None
+            return np.full_like(mask, ALL)
+        rest = _with(mask, barred, False)
+        return rest if rest.any() else mask
+
+    def _compute(self):
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+
+    def _look(self):
+        """Sets is_complete and error."""
+        if self._matcher.is_error():
+            self.error = self._failed(_words(self._matcher.get_error()))
+        elif self._matcher.is_stopped():
+            self.is_complete = True
+
+    def _failed(self, words):
+        return ColibriError(self._where, f'"{words}" in the answer', "a grammar that it can go on by",
+                            "make it simpler, or allow other text there")
+
+
+def _with(mask, tokens, value):
+    """Returns a mask in which tokens are allowed or not."""
+    mask, tokens = mask.copy(), np.asarray(tokens, np.int64)
+    bits = np.uint32(1) << (tokens % 32).astype(np.uint32)
+    (np.bitwise_or if value else np.bitwise_and).at(mask, tokens // 32, bits if value else ~bits)
+    return mask
+
+
+def _words(error):
+    """Returns the first line of what the package says, which is about its own form of a schema."""
+    line = (error or "").strip().split("\n")[0]
+    while (found := PLACE.match(line)):
+        line = line[found.end():]
+    return printable("no token of the model continues it" if line == "NoExtensionBias" else line)[:WORDS]
