@@ -14,8 +14,10 @@ KINDS = ("text", "json_object", "json_schema")
 SYNTAXES = ("lark", "regex")
 OBJECT = {"type": "object"}
 # Blanks in JSON, once between two of its parts: as models write them, and so few that an answer comes to its end.
-BLANKS = {"whitespace_pattern": r"(?: |\n[ \t]{0,64})?"}
+BLANKS = {"whitespace_pattern": r"(?: |\n[ \t]{0,32})?"}
 ONCE = '%llguidance {"skip_repetition": "once"}\n'
+PIECE = re.compile(r"\\.|.", re.DOTALL)
+ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r" \t\n\r\f\v"}
 SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 # text: in llguidance's form of Lark. where: the field that asks for it. marks: texts, number i of which is the rule
@@ -38,7 +40,33 @@ def constraint_of(values, label=None):
 
 def json_rule(schema):
     """Returns what stands in a Lark grammar for JSON of a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': BLANKS})}"
+    return f"%json {json.dumps({**_in_ascii(schema), 'x-guidance': BLANKS})}"
+
+
+def _in_ascii(schema):
+    """Returns a schema in whose patterns \\d, \\w and \\s are ASCII, as in JavaScript: llguidance takes all of Unicode."""
+    if isinstance(schema, list):
+        return [_in_ascii(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name == "pattern" and isinstance(value, str):
+            value = _ascii_pattern(value)
+        elif name == "patternProperties" and isinstance(value, dict):
+            value = {_ascii_pattern(pattern): _in_ascii(each) for pattern, each in value.items()}
+        elif name not in ("const", "enum", "default", "examples"):
+            value = _in_ascii(value)
+        found[name] = value
+    return found
+
+
+def _ascii_pattern(text):
+    depth, parts = 0, []
+    for part in PIECE.findall(text):
+        depth = {"[": 1, "]": 0}.get(part, depth)
+        parts.append((f"{ASCII[part]}" if depth else f"[{ASCII[part]}]") if part in ASCII else part)
+    return "".join(parts)
 
 
 def check_schema(schema, where):

@@ -69,7 +69,7 @@ class Grammars:
             found, status = self._check.ask(json.dumps(text).encode() + b"\n")
         except NotStarted as error:
             raise ColibriError(where, *error.parts[1:]) from None
-        error = f"it needs {why_ended(status, CHECK_SECONDS)}" if found is None else _words(found["error"])
+        error = f"compiling it: {why_ended(status, CHECK_SECONDS)}" if found is None else _words(found["error"])
         if not error:
             matcher = self._package.LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS(self._package))
             error = _words(matcher.get_error())
@@ -187,7 +187,9 @@ def _with(mask, tokens, value):
 
 def _words(error):
     """Returns the first line of what the package says, which is about its own form of a schema."""
-    line = (error or "").strip().split("\n")[0]
+    line, *more = (error or "").strip().split("\n")
+    if line.endswith("regex parse error:"):
+        line += next((f" {other}" for other in more if other.startswith("error: ")), "")
     while (found := PLACE.match(line)):
         line = line[found.end():]
     return printable("no token of the model continues it" if line == "NoExtensionBias" else line)[:WORDS]
