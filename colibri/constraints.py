@@ -4,112 +4,119 @@ import json
 import re
 from collections import namedtuple
 
+from colibri.call_grammars import FORMS, UNTIL, Form, Writer
 from colibri.refused import HIDDEN, Refused, shown, wrong
+from colibri.schemas import check_schema, check_size, json_rule
 
-MAX_BYTES = 1 << 16  # of a grammar, or of all schemas of a request as JSON
-MAX_DEPTH = 48       # of lists and objects within each other in a schema
 FIELDS = ("grammar", "response_format")
-PARTS = ("type", "json_schema", "name", "description", "schema", "strict", "syntax", "definition")  # of them
+PARTS = ("type", "json_schema", "name", "description", "schema", "strict", "syntax", "definition",
+         "function", "parameters")  # of them and of tools
 KINDS = ("text", "json_object", "json_schema")
 SYNTAXES = ("lark", "regex")
+CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+ONE = "one"  # call, of the tool that tool_choice names
 OBJECT = {"type": "object"}
-# Blanks in JSON, once between two of its parts: as models write them, and so few that an answer comes to its end.
-BLANKS = {"whitespace_pattern": r"(?: |\n[ \t]{0,32})?"}
-ONCE = '%llguidance {"skip_repetition": "once"}\n'
-PIECE = re.compile(r"\\.|.", re.DOTALL)
-ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r" \t\n\r\f\v"}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}  # the arguments of a tool without any
 SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
-# text: in llguidance's form of Lark. where: the field that asks for it. marks: texts, number i of which is the rule
-# mark_i there: a special token of the model if it has one of that text
+# text: in llguidance's form of Lark. where: the field that asks for it. marks: texts, of which number i is there the
+# rule mark_i, and until_i what ends with it: a special token of the model where it has one of that text
 Constraint = namedtuple("Constraint", "text where marks", defaults=((),))
 
 
-def constraint_of(values, label=None):
+def constraint_of(values, label=None, tool_format=None, thought=None):
     """Returns the Constraint that a request's fields ask for, or None.
 
     label: {field: the name that the client knows it by}
+    tool_format: one of call_grammars.FORMS, in which the model writes calls of the request's tools, or None
+    thought: (begin, end, whether the prompt has the first), texts around what the model thinks before it answers
     """
-    label = label or dict(zip(FIELDS, FIELDS))
-    made = [found for name, read in (("grammar", _grammar), ("response_format", _response_format))
-            if values.get(name) is not None and (found := read(values[name], label[name]))]
-    if len(made) > 1:
-        raise Refused(label["grammar"], f"given with {label['response_format']}", "one of them", "leave one out")
-    return made[0] if made else None
+    label = {**dict(zip(FIELDS, FIELDS)), **(label or {})}
+    given = {name: read(values[name], label[name])
+             for name, read in (("grammar", _grammar), ("response_format", _response_format))
+             if values.get(name) is not None}
+    grammar, schema = given.get("grammar"), given.get("response_format")
+    tools, must = _tools(values)
+    if grammar and (schema is not None or tools):
+        raise Refused(label["grammar"], f"given with {label['response_format'] if schema is not None else 'tools'}",
+                      "one of them", "leave one out")
+    if not tools and schema is None:
+        return Constraint(grammar, label["grammar"]) if grammar else None
+    if tools and tool_format not in FORMS:
+        raise Refused("tool_choice" if must else "tools", f"calls in a form of the model's own ({tool_format})",
+                      f"one of {', '.join(FORMS)}", 'set "tool_choice" to "auto", without "strict"')
+    writer, is_one = Writer(FORMS.get(tool_format, Form())), must == ONE or values.get("parallel_tool_calls") is False
+    answer = "" if schema is None else f"{writer.sequence(writer.form.content)} {json_rule(schema)}"
+    if must:
+        answer = writer.required(tools, is_one)
+    elif tools:
+        answer = f"({answer} | {writer.required(tools, is_one)})" if answer else writer.free(tools, is_one)
+    where = label["response_format"] if not tools else "tool_choice" if must else "tools"
+    return Constraint(writer.grammar(answer, _thought(thought)), where, tuple(writer.marks))
 
 
-def json_rule(schema):
-    """Returns what stands in a Lark grammar for JSON of a schema."""
-    return f"%json {json.dumps({**_in_ascii(schema), 'x-guidance': BLANKS})}"
+def _thought(thought):
+    """Returns what Writer.grammar() takes."""
+    if thought is None:
+        return None
+    begin, end, is_begun = thought
+    return ((UNTIL, end) if is_begun else (begin, UNTIL, end)), is_begun
 
 
-def _in_ascii(schema):
-    """Returns a schema in whose patterns \\d, \\w and \\s are ASCII, as in JavaScript: llguidance takes all of Unicode."""
-    if isinstance(schema, list):
-        return [_in_ascii(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {}
-    for name, value in schema.items():
-        if name == "pattern" and isinstance(value, str):
-            value = _ascii_pattern(value)
-        elif name == "patternProperties" and isinstance(value, dict):
-            value = {_ascii_pattern(pattern): _in_ascii(each) for pattern, each in value.items()}
-        elif name not in ("const", "enum", "default", "examples"):
-            value = _in_ascii(value)
-        found[name] = value
-    return found
+def _tools(values):
+    """Returns ([(name, schema)] of the tools whose calls have a grammar, whether there must be a call, or ONE)."""
+    tools, choice = values.get("tools") or [], values.get("tool_choice") or "auto"
+    named = choice.get("function") if isinstance(choice, dict) else None
+    if isinstance(choice, dict):
+        if choice.get("type") != "function" or not isinstance(named, dict) or not isinstance(named.get("name"), str):
+            raise wrong("tool_choice", choice, CHOICES)
+    elif choice not in ("none", "auto", "required"):
+        raise wrong("tool_choice", choice, CHOICES)
+    if not isinstance(tools, list):
+        raise wrong("tools", tools, "a list of objects")
+    found, is_strict = {}, False
+    for index, tool in enumerate(tools if choice != "none" else ()):
+        name, schema, strict = _tool(tool, f"tools[{index}]")
+        found[name], is_strict = schema, is_strict or strict
+    if named is not None and named["name"] not in found:
+        raise Refused("tool_choice.function.name", shown(named["name"]), "the name of one of tools", logged=HIDDEN)
+    if choice == "required" and not found:
+        raise Refused("tool_choice", '"required"', "tools", "give some")
+    check_size(json.dumps(found), "tools")
+    if named is not None:
+        return [(named["name"], found[named["name"]])], ONE
+    has_grammar = choice == "required" or is_strict or found and _asks_for_json(values)
+    return (list(found.items()) if has_grammar else []), choice == "required"
 
 
-def _ascii_pattern(text):
-    depth, parts = 0, []
-    for part in PIECE.findall(text):
-        depth = {"[": 1, "]": 0}.get(part, depth)
-        parts.append((f"{ASCII[part]}" if depth else f"[{ASCII[part]}]") if part in ASCII else part)
-    return "".join(parts)
+def _asks_for_json(values):
+    form = values.get("response_format")
+    return isinstance(form, dict) and form.get("type") != "text"
 
 
-def check_schema(schema, where):
-    """Returns a JSON schema, if it is an object of a size that can be compiled."""
-    if not isinstance(schema, dict):
-        raise wrong(where, schema, "a JSON schema, an object")
-    if "x-guidance" in schema:
-        raise Refused(where, "x-guidance", "keywords of JSON Schema", "leave it out")
-    depth = _depth(schema)
-    if depth > MAX_DEPTH:
-        raise Refused(where, f"{depth} objects and lists within each other", f"at most {MAX_DEPTH}",
-                      "give names to parts of it in $defs")
-    check_size(json.dumps(schema), where)
-    return schema
-
-
-def check_size(text, where):
-    """Checks that a text is not larger than a grammar may be."""
-    size = len(text.encode(errors="surrogatepass"))
-    if size > MAX_BYTES:
-        raise Refused(where, f"{size} bytes", f"at most {MAX_BYTES}", "make it simpler")
-
-
-def _depth(value):
-    """Returns how many lists and objects are within each other at most."""
-    depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, (dict, list))]:
-        depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return depth
+def _tool(tool, where):
+    """Returns (name, schema, whether it is strict) of a tool; calls of one that is not have any arguments."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong(where, tool, 'an object such as {"type": "function", "function": {"name": ...}}')
+    strict, schema = function.get("strict"), function.get("parameters")
+    if type(strict) not in (bool, type(None)):
+        raise wrong(f"{where}.function.strict", strict, "true or false")
+    schema = NOTHING if schema is None else check_schema(schema, f"{where}.function.parameters")
+    return function["name"], schema, bool(strict)
 
 
 def _fields(value, where, known):
     """Returns an object's fields that are not null, if they are known."""
-    for name in value:
-        if name not in known:
+    for name, inner in value.items():
+        if inner is not None and name not in known:
             raise Refused(where, f"{shown(name)}: unknown field", f"one of {', '.join(known)}",
                           logged={"got": "...: unknown field"})
     return {name: inner for name, inner in value.items() if inner is not None}
 
 
 def _response_format(value, where):
-    """Returns the Constraint of OpenAI's response_format, or None for text."""
+    """Returns the schema of OpenAI's response_format, or None for text."""
     if not isinstance(value, dict):
         raise wrong(where, value, 'an object such as {"type": "json_object"}')
     kind = value.get("type")
@@ -120,7 +127,7 @@ def _response_format(value, where):
     if kind == "text":
         return None
     schema = OBJECT if kind == "json_object" else _json_schema(given.get("json_schema"), f"{where}.json_schema")
-    return Constraint(f"{ONCE}start: {json_rule(schema)}", where)
+    return schema
 
 
 def _json_schema(value, where):
@@ -139,7 +146,7 @@ def _json_schema(value, where):
 
 
 def _grammar(value, where):
-    """Returns the Constraint of a grammar: Lark as a string, or {"syntax": "lark" or "regex", "definition": ...}."""
+    """Returns the Lark of a grammar: a string of it, or {"syntax": "lark" or "regex", "definition": ...}."""
     expected = 'a Lark grammar, or an object such as {"syntax": "regex", "definition": "[a-z]+"}'
     if isinstance(value, dict):
         given = _fields(value, where, ("syntax", "definition"))
@@ -156,7 +163,7 @@ def _grammar(value, where):
     if not text.strip():
         raise Refused(place, "empty", expected if place == where else "a grammar")
     check_size(text, place)
-    return Constraint(text if syntax == "lark" else f"start: /{SLASH.sub(_escaped, text)}/", where)
+    return text if syntax == "lark" else f"start: /{SLASH.sub(_escaped, text)}/"
 
 
 def _escaped(found):

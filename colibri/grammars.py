@@ -64,7 +64,8 @@ class Grammars:
         where = constraint.where
         with self._lock:
             self._start(where)
-        text = "\n".join((constraint.text, *self._rules(constraint.marks), OPTIONS))
+        rules = [self._rule(number, mark) for number, mark in enumerate(constraint.marks)]
+        text = "\n".join((constraint.text, *rules, OPTIONS))
         try:
             found, status = self._check.ask(json.dumps(text).encode() + b"\n")
         except NotStarted as error:
@@ -78,10 +79,13 @@ class Grammars:
                                "make it simpler" if found is None else None)
         return Grammar(matcher, self._threads, self._vocab_size, where)
 
-    def _rules(self, marks):
-        """Returns the rules of a Constraint's marks."""
-        return [f"mark_{number}: <[{self._special[mark]}]>" if mark in self._special else
-                f"mark_{number}: {json.dumps(mark)}" for number, mark in enumerate(marks)]
+    def _rule(self, number, mark):
+        """Returns the rules of a Constraint's mark."""
+        if mark in self._special:
+            token = f"<[{self._special[mark]}]>"
+            return f"mark_{number}: {token}\nuntil_{number}: /(?s:.*)/ {token}"
+        text = json.dumps(mark, ensure_ascii=False)
+        return f"mark_{number}: {text}\nuntil_{number}[suffix={text}]: /(?s:.*)/"
 
     def _start(self, where):
         if self._tokenizer is not None:

@@ -10,7 +10,7 @@ import reference
 import scheduling
 import text_models
 from conftest import opened, program
-from schemas import follows, random_schema
+from random_schemas import follows, random_schema
 
 from colibri import grammars
 from colibri.constraints import constraint_of
