@@ -20,7 +20,9 @@ def json_rule(schema):
 
 
 def _in_ascii(schema):
-    """Returns a schema in whose patterns \\d, \\w and \\s are ASCII, as in JavaScript: llguidance takes all of Unicode."""
+    """Returns a schema in whose patterns \\d, \\w and \\s are ASCII, for JSON Schema's are JavaScript's: llguidance's
+    have all of Unicode.
+    """
     if isinstance(schema, list):
         return [_in_ascii(each) for each in schema]
     if not isinstance(schema, dict):

@@ -10,11 +10,13 @@ import reference
 import scheduling
 import text_models
 from conftest import opened, program
+from made_up_gpu import made_up, use  # noqa: F401 - fixtures
 from random_schemas import follows, random_schema
 
-from colibri import grammars
+from colibri import constraints, grammars
 from colibri.constraints import constraint_of
 from colibri.draws import Draws
+from colibri.engine import Engine
 from colibri.errors import ColibriError
 from colibri.grammars import Grammars
 from colibri.refused import Refused
@@ -25,10 +27,13 @@ from colibri.text import Bytes, Tokenizer
 pytest.importorskip("llguidance")
 TEXTS = ["It was the custom of the old captain, 12 times", '{"name": "größe", "a b": [1, 2.5, true]}', "日本 red"]
 REGEXES = ("[a-c]{3}/x?", r"[0-9]{1,3}(,[0-9]{3}){0,3}", "(yes|no|größe)", r"a\/b", '"[^"]{0,5}"', "(?i)hello")
-KINDS = {"byte_level": lambda: text_models.byte_level(TEXTS, 400), "unigram": lambda: text_models.unigram([*TEXTS, ASCII + "ü"]),
+KINDS = {"byte_level": lambda: text_models.byte_level(TEXTS, 400),
+         "unigram": lambda: text_models.unigram([*TEXTS, ASCII + "ü"]),
          "byte_fallback": lambda: text_models.byte_fallback(("▁name", '":', "true", "▁red"))}
 ASCII = "".join(map(chr, range(32, 127)))
 CONTEXT = 1024
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 8}, "b": {"type": "integer"}},
+          "required": ["a", "b"], "additionalProperties": False}
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +113,8 @@ def test_answers_follow_regular_expressions(reader, monkeypatch):
 def test_neither_the_batch_nor_choices_change_an_answer(reader, monkeypatch):
     """Choices have a Guide each; an answer alone has the bits that it has beside others."""
     made, engine = reader
-    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 8}, "b": {"type": "integer"}},
-              "required": ["a", "b"], "additionalProperties": False}
-
     def requests():
-        first = request_of(made, 0, response_format=json_format(schema), seed=3, logprobs=2)
+        first = request_of(made, 0, response_format=json_format(SCHEMA), seed=3, logprobs=2)
         return [first.choice(number, number) for number in range(3)] + [
             request_of(made, 9, grammar='start: "yes" | "no" | /[0-9]+x/', seed=4, frequency_penalty=1.0),
             request_of(made, 10, seed=5)]
@@ -224,6 +226,65 @@ def test_a_complete_answer_ends_without_another_token(engine):
         assert bytes(session.generate(b"It was ", 50, grammar=grammar)) in (b"yes", b"no")
         assert session.length < 12
     made.close()
+
+
+def test_a_gpus_rows_follow_a_grammar(engine, moe_32, made_up):  # noqa: F811
+    """The made-up GPU has the host's kernels: masks are applied to what is read back."""
+    made, grammar = compiled("start: " + constraints.json_rule(SCHEMA))
+    with engine.session() as session:
+        expected = bytes(session.generate(b"It was ", 300, temperature=1.0, seed=8, grammar=grammar))
+    with Engine(moe_32, backend="cuda", dispatch="dynamic") as gpu, gpu.session() as session:
+        assert bytes(session.generate(b"It was ", 300, temperature=1.0, seed=8, grammar=grammar)) == expected
+    assert set(json.loads(expected)) == {"a", "b"}
+    made.close()
+
+
+def test_an_answer_goes_on_in_another_session(engine):
+    """What is computed again, without drawing, leaves the grammar where it is."""
+    made, grammar = compiled("start: " + constraints.json_rule(SCHEMA))
+
+    def run(pauses):
+        sampler = Sampler(1.0, seed=11, grammar=grammar)
+        history, session, tokens = History(sampler, list(b"It was "), ()), engine.session(), []
+        token, = engine.step([(session, history.prompt)], [history])
+        while not history.is_over():
+            history.add(token)
+            tokens.append(token)
+            if history.is_over():
+                break
+            if len(tokens) in pauses:
+                session.close()
+                session = engine.session()
+                engine.step([(session, [*history.prompt, *tokens[:-1]])], [None])
+            token, = engine.step([(session, [token])], [history])
+        session.close()
+        return bytes(tokens)
+    assert run(()) == run((1, 5, 12)) and json.loads(run(()))
+    made.close()
+
+
+def test_a_batch_that_fails_keeps_its_grammars(engine, monkeypatch):
+    """A step is repeated, each request alone: the masks are those of the first try."""
+    reader, failed = Reader(engine), []
+    regex = {"syntax": "regex", "definition": "[a-z]{20}"}
+
+    def requests():
+        return [request_of(reader, number, grammar=regex, seed=number) for number in range(3)]
+    expected = answers(engine, monkeypatch, requests())
+    advance = type(engine).advance
+
+    def fails(self, work, samplers):
+        found = advance(self, work, samplers)
+        if len(work) == 3 and len(failed) < 4:
+            failed.append(work)
+            for session, tokens in work:
+                session.length -= len(tokens)
+            raise ColibriError("step", "fails")
+        return found
+    monkeypatch.setattr(type(engine), "advance", fails)
+    assert answers(engine, monkeypatch, requests()) == expected and len(failed) == 4
+    assert all(re.fullmatch("[a-z]{20}", text) for text in expected)
+    reader.close()
 
 
 def test_stop_strings_and_lengths_cut_an_answer(reader, monkeypatch):

@@ -16,7 +16,7 @@ from colibri.sampling import Sampler
 NAMES = ("id, prompt, prompt_ids, input, output, max_new_tokens, stream, deadline_ms, add_special_tokens, temperature, "
          "top_k, top_p, seed, min_p, presence_penalty, frequency_penalty, repetition_penalty, logit_bias, min_tokens, "
          "stop_token_ids, ignore_eos, choice, logprobs, prompt_logprobs, stop, include_stop_str_in_output, "
-         "skip_special_tokens")
+         "skip_special_tokens, grammar, response_format")
 INTEGER_ID = "expected a string of at most 128 characters or an integer of 64 bits"
 ONE_INPUT = "expected exactly one of prompt, prompt_ids, input"
 
