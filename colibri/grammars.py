@@ -1,17 +1,18 @@
 """Grammars: which tokens may come next in an answer of a form that a request asks for, by the package llguidance."""
 
+import contextlib
 import json
 import os
+import queue
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from colibri.errors import ColibriError, printable
 from colibri.processes import NotStarted, Processes, why_ended
 
-CHECK_SECONDS = 2     # of computing, that a grammar may take to be compiled
+CHECK_SECONDS = 1     # of computing, that a grammar may take to be compiled
 MASK_THREADS = 4      # at most; the masks of several answers are computed at once
 WORDS = 300           # characters of what the package says of an error
 PLACE = re.compile(r"^(at )?\d+\(\d+\): |^failed to compile JSON schema: ")  # in a text that the client has not seen
@@ -50,14 +51,22 @@ def tokenizer(used, tokens, special):
 
 
 class Grammars:
-    """Compiles grammars for a model. Any thread may ask; what is needed for the first is made then.
+    """Compiles grammars for a model. Any thread may ask.
 
     codec: of the model's text
     """
 
     def __init__(self, codec, vocab_size, eos):
         self._codec, self._vocab_size, self._eos = codec, vocab_size, eos
-        self._lock, self._check, self._tokenizer, self._threads = threading.Lock(), None, None, None
+        self._lock, self._check, self._tokenizer = threading.Lock(), None, None
+        self._masks, self._threads = queue.SimpleQueue(), []  # of Guides; None: a thread's end
+
+    def prepare(self):
+        """Makes what grammars need and would hold other threads up for: a second for 150,000 tokens."""
+        with contextlib.suppress(ImportError):
+            self._package = package()
+            if self._codec is not None and self._codec.is_uniform:
+                self._set_tokenizer()
 
     def compile(self, constraint):
         """Returns the Grammar of a Constraint."""
@@ -77,7 +86,7 @@ class Grammars:
         if error:
             raise ColibriError(where, f'"{error}"', "what llguidance takes",
                                "make it simpler" if found is None else None)
-        return Grammar(matcher, self._threads, self._vocab_size, where)
+        return Grammar(matcher, self._masks, self._vocab_size, where)
 
     def _rule(self, number, mark):
         """Returns the rules of a Constraint's mark."""
@@ -88,8 +97,7 @@ class Grammars:
         return f"mark_{number}: {text}\nuntil_{number}[suffix={text}]: /(?s:.*)/"
 
     def _start(self, where):
-        if self._tokenizer is not None:
-            return
+        """Makes what the first grammar needs."""
         try:
             self._package = package()
         except ImportError:
@@ -98,9 +106,15 @@ class Grammars:
         if not self._codec.is_uniform:
             raise ColibriError(where, "given", "a model whose tokens have the same text wherever they stand",
                                "this model's tokenizer.json has a decoder that changes it")
+        if self._tokenizer is None:
+            self._set_tokenizer()
         if self._check is None:
             self._check = Processes("grammar_check", json.dumps([CHECK_SECONDS]).encode() + b"\n", where)
-            self._threads = ThreadPoolExecutor(min(MASK_THREADS, os.cpu_count() or 1), "masks")
+        while len(self._threads) < min(MASK_THREADS, os.cpu_count() or 1):
+            self._threads.append(threading.Thread(target=_compute, args=(self._masks,), name="masks", daemon=True))
+            self._threads[-1].start()
+
+    def _set_tokenizer(self):
         numbers = range(self._vocab_size)
         special = {*self._eos, *(number for number in numbers if self._codec.data(number) is None)}
         tokens = [self._codec.name(number)[1] for number in numbers]
@@ -112,18 +126,25 @@ class Grammars:
         with self._lock:
             if self._check is not None:
                 self._check.close()
-                self._threads.shutdown(wait=False, cancel_futures=True)
+            for _ in self._threads:
+                self._masks.put(None)
+
+
+def _compute(guides):
+    """Computes masks, until there is None to do."""
+    while (guide := guides.get()) is not None:
+        guide.compute()
 
 
 class Grammar:
     """A grammar, compiled for a model."""
 
-    def __init__(self, matcher, threads, vocab_size, where):
-        self._matcher, self._threads, self._vocab_size, self._where = matcher, threads, vocab_size, where
+    def __init__(self, matcher, masks, vocab_size, where):
+        self._matcher, self._masks, self._vocab_size, self._where = matcher, masks, vocab_size, where
 
     def guide(self, ends):
         """Returns a Guide of an answer. ends: the tokens that end it"""
-        return Guide(self._matcher.deep_copy(), self._threads, self._vocab_size, ends, self._where)
+        return Guide(self._matcher.deep_copy(), self._masks, self._vocab_size, ends, self._where)
 
 
 class Guide:
@@ -135,58 +156,79 @@ class Guide:
     is_complete: the answer has all of its text: nothing may follow. error: why no mask can be computed, or None
     """
 
-    def __init__(self, matcher, threads, vocab_size, ends, where):
-        self._matcher, self._threads, self._vocab_size, self._where = matcher, threads, vocab_size, where
-        self._ends = np.array(sorted(ends), np.int64)
+    def __init__(self, matcher, masks, vocab_size, ends, where):
+        self._matcher, self._masks, self._vocab_size, self._where = matcher, masks, vocab_size, where
+        self._ends, self._found = sorted(ends), None
+        self._busy = threading.Lock()  # is held while a mask is computed
         self.is_complete, self.error = False, None
-        self._mask = threads.submit(self._compute)
+        self._ask()
+
+    def _ask(self):
+        self._busy.acquire()
+        self._masks.put(self)
+
+    def compute(self):
+        """Computes the mask, on whichever thread."""
+        try:
+            self._found = self._compute()
+        except BaseException as error:  # noqa: BLE001 - a package's panic, too
+            self._found = self._everything(), False, self._failed(_words(str(error)))
+        finally:
+            self._busy.release()
+
+    def _compute(self):
+        """Returns (the mask, is_complete, error)."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32).copy()
+        is_end = _change(mask, self._vocab_size, False)
+        for token in self._ends if is_end else ():
+            _change(mask, token, True)
+        is_complete, error = self._state()
+        if error is None and mask.any():
+            return mask, is_complete, None
+        return self._everything(), is_end and error is None, error
+
+    def _everything(self):
+        return np.full(self._vocab_size // 32 + 1, ALL, np.uint32)
 
     def add(self, token):
         """Takes in a token that was drawn."""
-        self._mask.result()
-        self._matcher.consume_token(token)
-        self._look()
+        with self._busy:
+            self._matcher.consume_token(token)
+            self.is_complete, self.error = self._state()
         if self.error is None and not self.is_complete:
-            self._mask = self._threads.submit(self._compute)
+            self._ask()
 
     def allowed(self, barred=()):
         """Returns a bit for each token that may come next, uint32, without those barred unless no others are left.
 
         Where there are none, is_complete or error says why, and all may.
         """
-        mask = self._mask.result()
-        self._look()
-        is_end = mask[self._vocab_size // 32] >> np.uint32(self._vocab_size % 32) & 1
-        mask = _with(mask, [self._vocab_size], False)
-        if is_end:
-            mask = _with(mask, self._ends, True)
-        if self.error or not mask.any():
-            self.is_complete = bool(is_end) and self.error is None
-            return np.full_like(mask, ALL)
-        rest = _with(mask, barred, False)
+        with self._busy:
+            mask, is_complete, error = self._found
+        self.is_complete, self.error = self.is_complete or is_complete, self.error or error
+        if not len(barred):
+            return mask
+        rest = mask.copy()
+        for token in map(int, barred):
+            _change(rest, token, False)
         return rest if rest.any() else mask
 
-    def _compute(self):
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-
-    def _look(self):
-        """Sets is_complete and error."""
+    def _state(self):
+        """Returns is_complete and error, as the package has them."""
         if self._matcher.is_error():
-            self.error = self._failed(_words(self._matcher.get_error()))
-        elif self._matcher.is_stopped():
-            self.is_complete = True
+            return False, self._failed(_words(self._matcher.get_error()))
+        return self._matcher.is_stopped(), None
 
     def _failed(self, words):
         return ColibriError(self._where, f'"{words}" in the answer', "a grammar that it can go on by",
                             "make it simpler, or allow other text there")
 
 
-def _with(mask, tokens, value):
-    """Returns a mask in which tokens are allowed or not."""
-    mask, tokens = mask.copy(), np.asarray(tokens, np.int64)
-    bits = np.uint32(1) << (tokens % 32).astype(np.uint32)
-    (np.bitwise_or if value else np.bitwise_and).at(mask, tokens // 32, bits if value else ~bits)
-    return mask
+def _change(mask, token, value):
+    """Allows a token or not; returns whether it was allowed."""
+    before, bit = int(mask[token // 32]), 1 << token % 32
+    mask[token // 32] = before | bit if value else before & ~bit
+    return bool(before & bit)
 
 
 def _words(error):

@@ -179,6 +179,10 @@ class Reader:
             raise ColibriError(*self._no_codec.parts)
         return self._codec
 
+    def prepare(self):
+        """Makes what would hold requests up that run: see Grammars.prepare."""
+        self._grammars.prepare()
+
     def close(self):
         self._grammars.close()
 

@@ -39,6 +39,7 @@ class Server:
     def __init__(self, engine, options):
         self.engine, self.options = engine, options
         self.reader = Reader(engine)
+        self.reader.prepare()
         settings = engine.checkpoint.settings
         has_chat = options.http is not None and settings.chat_templates
         self.chat = Chat(settings, engine.checkpoint.path) if has_chat else None

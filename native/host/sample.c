@@ -29,6 +29,7 @@ typedef struct Row {
 /* exp((logit - largest) / temperature): probability up to a factor. An infinite largest leaves itself alone. */
 static double mass(const Row *row, int i) {
     float logit = row->logits[i];
+    if (logit == -INFINITY && row->largest > logit) return 0; /* most of what a mask leaves: expf() takes longer */
     return logit == row->largest ? 1.0 : expf((logit - row->largest) / row->temperature);
 }
 
