@@ -46,8 +46,7 @@ class _Vocabulary:
 def tokenizer(used, tokens, special):
     """Returns the package's tokenizer of tokens, each as bytes, with one more that stands for all that end a text."""
     wrapped = used.TokenizerWrapper(_Vocabulary(tokens, special))
-    return used.LLTokenizer(wrapped, n_vocab=len(tokens) + 1, eos_token=len(tokens),
-                            slices=used.LLTokenizer.json_slices() if len(tokens) > 1000 else [])
+    return used.LLTokenizer(wrapped, n_vocab=len(tokens) + 1, eos_token=len(tokens))
 
 
 class Grammars:
