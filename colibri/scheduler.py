@@ -11,7 +11,7 @@ import time
 import traceback
 
 from colibri.errors import ColibriError
-from colibri.refused import Refused
+from colibri.refused import HIDDEN, Refused
 from colibri.requests import Request
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
@@ -347,7 +347,7 @@ class Scheduler:
         try:
             is_over = request.history is not None and request.history.is_over()
         except ColibriError as error:
-            self._finish(request, error=Refused.of(error, id=request.id))
+            self._finish(request, error=Refused.of(error, id=request.id, logged=HIDDEN))
             return
         if is_over:
             self._finish(request, "stop")

@@ -1,8 +1,11 @@
 """What a request may ask for of its answer's form, tool calls included, and how it is refused."""
 
 import json
+from typing import Literal
 
 import numpy as np
+import openai
+import pydantic
 import pytest
 from asking import PROMPT, ask, complete
 
@@ -219,6 +222,39 @@ def test_a_server_answers_in_the_form_that_is_asked_for(service):
     with service.client() as client:
         line = client.ask(prompt=PROMPT, grammar={"syntax": "regex", "definition": "[0-9]{3}"}, logprobs=1)
         assert line["text"].isdigit() and len(line["text"]) == 3 == len(line["logprobs"])
+
+
+def test_openais_parse(service):
+    """Its schema of a class, with what pydantic makes of unions and nested classes."""
+    pytest.importorskip("llguidance")
+
+    class Place(pydantic.BaseModel):
+        name: str = pydantic.Field(max_length=8)
+        kind: Literal["ship", "port"]
+
+    class Found(pydantic.BaseModel):
+        places: list[Place] = pydantic.Field(max_length=2)
+        count: int | None = pydantic.Field(le=99)
+        best: Place | None
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none")
+    for seed in range(5):
+        answer = client.chat.completions.parse(model="moe-32.bin", messages=[{"role": "user", "content": "Which?"}],
+                                               response_format=Found, temperature=1.0, seed=seed, max_tokens=450)
+        assert isinstance(answer.choices[0].message.parsed, Found)
+
+
+def test_a_grammar_that_takes_long_holds_nobody_up(service):
+    pytest.importorskip("llguidance")
+    slow = {"type": "integer", "multipleOf": 1000003}
+    with service.client() as first, service.client() as second:
+        first.send({"id": 1, "prompt": PROMPT, **schema(slow)})
+        assert second.ask(prompt=PROMPT, max_new_tokens=2)["finish_reason"] == "length"
+        assert second.ask(prompt=PROMPT, grammar='start: "yes"')["text"] == "yes"
+        first.socket.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            first.socket.recv(1)
+        first.socket.settimeout(30)
+        assert "compiling it: more than 1 s of computing" in first.receive()["error"]["message"]
 
 
 @pytest.mark.parametrize("fields, param", [
