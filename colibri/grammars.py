@@ -26,7 +26,7 @@ def package():
     return llguidance
 
 
-def LIMITS(used):
+def limits(used):
     """Returns what bounds the time and memory of a mask."""
     return used.LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
 
@@ -80,7 +80,7 @@ class Grammars:
             raise ColibriError(where, *error.parts[1:]) from None
         error = f"compiling it: {why_ended(status, CHECK_SECONDS)}" if found is None else _words(found["error"])
         if not error:
-            matcher = self._package.LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS(self._package))
+            matcher = self._package.LLMatcher(self._tokenizer, text, log_level=0, limits=limits(self._package))
             error = _words(matcher.get_error())
         if error:
             raise ColibriError(where, f'"{error}"', "what llguidance takes",
@@ -108,7 +108,8 @@ class Grammars:
         if self._tokenizer is None:
             self._set_tokenizer()
         if self._check is None:
-            self._check = Processes("grammar_check", json.dumps([CHECK_SECONDS]).encode() + b"\n", where)
+            first = json.dumps([CHECK_SECONDS, self._vocab_size, list(self._special.items())]).encode() + b"\n"
+            self._check = Processes("grammar_check", first, where)
         while len(self._threads) < min(MASK_THREADS, os.cpu_count() or 1):
             self._threads.append(threading.Thread(target=_compute, args=(self._masks,), name="masks", daemon=True))
             self._threads[-1].start()

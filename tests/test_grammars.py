@@ -220,6 +220,27 @@ def test_what_is_never_allowed():
     made.close()
 
 
+@pytest.mark.parametrize("constraint", [
+    constraints.Constraint('start: "b" mark_0 until_1 "b"', "x", ("<s>", "</s>")),
+    constraints.Constraint('start: "b" <s> /(?s:.*)/ </s> "b"', "grammar"),
+    constraints.Constraint('start: "b" <[0]> /(?s:.*)/ <[1]> "b"', "grammar")])
+def test_special_tokens_in_a_grammar(constraint):
+    """Their text, spelled by other tokens, is another thing; without such tokens a mark is its text."""
+    tokenizer = KINDS["byte_level"]()
+    codec, size = Tokenizer(tokenizer.to_str().encode(), "x"), tokenizer.get_vocab_size()
+    made = Grammars(codec, size, (1,))
+    guide, b = made.compile(constraint).guide((1,)), tokenizer.token_to_id("b")
+    guide.add(b)
+    assert tokens_of(guide.allowed(), size) == [0]
+    for token in (0, *tokenizer.encode("a</s>", add_special_tokens=False).ids[:1], *tokenizer.encode("b</").ids):
+        assert token in tokens_of(guide.allowed(), size)
+        guide.add(token)
+    guide.add(1)
+    guide.add(b)
+    assert guide.is_complete and guide.error is None
+    made.close()
+
+
 def test_a_complete_answer_ends_without_another_token(engine):
     made, grammar = compiled('start: "yes" | "no"')
     with engine.session() as session:
