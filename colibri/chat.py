@@ -1,18 +1,11 @@
 """Chats: a conversation becomes a prompt by the model's own template, rendered by a process of its own."""
 
-import collections
-import contextlib
 import importlib.util
 import json
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 from colibri.errors import ColibriError, printable
+from colibri.processes import NotStarted, Processes, why_ended
 
-ROOT = Path(__file__).resolve().parent.parent
-START = "import sys; sys.path[:0] = [sys.argv[1]]; from colibri.template import main; main()"
 MOST = 64 << 20  # characters of a prompt
 CPU_SECONDS = 5    # of a rendering
 
@@ -50,7 +43,7 @@ class Conversation:
         return self._chat.render(f'{self._fields}, "most": {most}}}\n'.encode(), most, where)
 
 
-class Chat:
+class Chat(Processes):
     """A model's chat templates. Renders on whichever threads ask, each with a process of its own while it does."""
 
     def __init__(self, settings, path):
@@ -59,27 +52,18 @@ class Chat:
             raise ColibriError("jinja2", "not installed", "it for the chat template of this model",
                                "run pip install 'jinja2>=3.1.6' (the extra `text`)")
         self._path = path
-        self._first = json.dumps([CPU_SECONDS, settings.chat_templates, settings.special_tokens]).encode() + b"\n"
-        self._idle, self._busy = collections.deque([self._process()]), set()
+        first = json.dumps([CPU_SECONDS, settings.chat_templates, settings.special_tokens]).encode() + b"\n"
+        super().__init__("template", first, "chat template")
 
     def render(self, line, most, where):
         """Returns the prompt of a Conversation's line; see Conversation.text."""
         try:
-            process = self._idle.pop()
-        except IndexError:
-            process = self._process()
-        self._busy.add(process)
-        try:
-            answer = _ask(process, line)
-        except BaseException:  # of Ctrl-C: the answer is still to come
-            _stop(process)
-            raise
-        finally:
-            self._busy.discard(process)
+            answer, status = self.ask(line)
+        except NotStarted as error:
+            raise NotRendered("internal", *error.parts) from None
         if answer is None:
-            raise NotRendered("bad_request", where, f"chat template: {_end(_stop(process))}", "a prompt before that",
-                              "send less")
-        self._idle.append(process)
+            raise NotRendered("bad_request", where, f"chat template: {why_ended(status, CPU_SECONDS)}",
+                              "a prompt before that", "send less")
         if "text" in answer:
             return answer["text"]
         raise self._error(answer["kind"], printable(answer["error"]), most, where)
@@ -95,52 +79,6 @@ class Chat:
             return NotRendered("bad_request", self._path, f'chat template {name}: "{text}"', "Jinja",
                                "correct it, and convert again")
         return NotRendered("bad_request", where, f'chat template: "{text}"', "messages that it takes")
-
-    def _process(self):
-        try:
-            process = subprocess.Popen([sys.executable, "-c", START, ROOT], stdin=subprocess.PIPE,
-                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        except OSError as error:
-            raise NotRendered("internal", "chat template", f"no process for it: {error.strerror}", "one",
-                              "raise the limits of processes and memory (ulimit -u and -v)") from None
-        with contextlib.suppress(BrokenPipeError):  # who asks it finds that it has ended
-            process.stdin.write(self._first)
-            process.stdin.flush()
-        return process
-
-    def close(self):
-        """Ends the processes, also those at work, of which other threads then hear."""
-        for process in list(self._busy):
-            process.kill()
-        while self._idle:
-            _stop(self._idle.pop())
-
-
-def _ask(process, line):
-    """Returns a process's answer; None where it has ended, or ends."""
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-        data = process.stdout.readline()
-    except BrokenPipeError:
-        return None
-    return json.loads(data) if data.endswith(b"\n") else None
-
-
-def _stop(process):
-    """Ends a process, unless it has ended, and returns its status."""
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):  # of what it has not read
-            pipe.close()
-    process.kill()
-    return process.wait()
-
-
-def _end(status):
-    """Returns why a process ended."""
-    if status == -signal.SIGPROF:
-        return f"more than {CPU_SECONDS} s of computing"
-    return f"its process ended with {signal.Signals(-status).name if status < 0 else status}"
 
 
 def transcript(messages):

@@ -23,6 +23,7 @@ COLUMNS = 80
 NVCC_SECONDS = 20
 EXTRAS = {"tokenizers": "text, where a model has a tokenizer.json",
           "jinja2": "chats, where a model has a template of them", "h11": "--http",
+          "llguidance": "answers that follow a JSON schema or a grammar",
           "huggingface_hub": "checkpoints by their ids on the Hugging Face Hub"}
 
 

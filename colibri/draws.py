@@ -48,6 +48,11 @@ class Draws:
             values[name] = array.ctypes.data
         for name in ("biased", "seen", "barred"):
             values[f"num_{name}"] = len(getattr(history, name))
+        allowed = history.allowed
+        if allowed is not None:
+            kept.append(allowed)
+            values["allowed"] = allowed.ctypes.data
+            values["num_barred"] = 0  # they are not among those allowed, but where nothing else is
         for name in VALUES:
             values[name] = getattr(sampler, name)
         values["uniform"] = draw(sampler.seed, position, sampler.choice) if sampler.temperature > 0 else 0

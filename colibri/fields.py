@@ -9,7 +9,8 @@ from colibri.sampling import MAX_BIASES, MAX_STOP_TOKENS, PLAIN, Sampler, check_
 
 MAX_STOPS = 16
 SEED_BITS = 53  # of a seed that is drawn: so many that every JSON reader keeps them all
-OF_TEXT = (*PLAIN._fields, "stop", "include_stop_str_in_output", "skip_special_tokens")  # fields that are read here
+OF_SAMPLER = tuple(name for name in PLAIN._fields if name != "grammar")  # which colibri.constraints reads
+OF_TEXT = (*OF_SAMPLER, "stop", "include_stop_str_in_output", "skip_special_tokens")  # fields that are read here
 
 
 def boolean(values, name, label, default=False):
@@ -26,7 +27,7 @@ def integer(values, name, low, high, label):
 
 def sampler(values, label, checkpoint):
     """Returns a Sampler of JSON values, for a model; colibri.sampling knows their ranges."""
-    fields = {name: READERS.get(name, _number)(values[name], label[name]) for name in PLAIN._fields if name in values}
+    fields = {name: READERS.get(name, _number)(values[name], label[name]) for name in OF_SAMPLER if name in values}
     made = Sampler(**fields)
     try:
         check_sampler(made)

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 LARGE = 1 << 14     # bytes, characters or numbers; what is larger has a thread of its own, and holds nothing smaller up
 UNKNOWN = math.inf  # size of what a chat template renders, which may take seconds; it holds other chats up alone
-THREADS = {"intake": 1, "intake-large": 1, "intake-chat": 2}
+THREADS = {"intake": 1, "intake-large": 1, "intake-chat": 2, "intake-grammar": 2}
+GRAMMAR = 3  # of them: those that compile grammars, which may take seconds
 
 
 class Intake:
@@ -30,9 +31,10 @@ class Intake:
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def run(self, function, size, done):
+    def run(self, function, size, done, compiles=False):
         """Calls function() on a thread, then done(what it returned, what it raised) on the loop's."""
-        self._threads[(size > LARGE) + (size == UNKNOWN)].submit(self._work, function, done)
+        thread = GRAMMAR if compiles else (size > LARGE) + (size == UNKNOWN)
+        self._threads[thread].submit(self._work, function, done)
 
     def _work(self, function, done):
         made = error = None
@@ -73,7 +75,7 @@ class Intake:
     def _begin(self, queue):
         request = queue[0]
         self.run(lambda: None if request.cancelled else request.encode(), request.size,
-                 lambda made, error: self._ended(queue, made, error))
+                 lambda made, error: self._ended(queue, made, error), request.compiles)
 
     def _ended(self, queue, made, error):
         request = queue.popleft()

@@ -5,7 +5,7 @@ import json
 import re
 import time
 
-from colibri import conversation
+from colibri import constraints, conversation
 from colibri.choices import Asked, Choice
 from colibri.fields import drawn_seed, integer
 from colibri.messages import FIELDS, transcript
@@ -18,14 +18,14 @@ from colibri.sampling import MAX_CHOICES
 COMMON = {"max_tokens": "max_new_tokens", **{name: name for name in (
     "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "include_stop_str_in_output",
-    "skip_special_tokens", "deadline_ms", "add_special_tokens")}}
+    "skip_special_tokens", "deadline_ms", "add_special_tokens", *constraints.FIELDS)}}
 RENAMED = {"/v1/completions": {**COMMON, "logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"},
            "/v1/chat/completions": {**COMMON, "max_completion_tokens": "max_new_tokens", "top_logprobs": "logprobs"}}
 INPUT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 OF_ANSWER = {"/v1/completions": ("n", "best_of", "echo"), "/v1/chat/completions": ("n", "logprobs")}
 NEUTRAL = {"best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
            "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-           "response_format": ({"type": "text"},), "modalities": (["text"],)}
+           "modalities": (["text"],)}
 HARMLESS = {  # what changes no answer: notes of a client's own, and hints
     "user": str, "store": bool, "metadata": dict, "service_tier": str, "parallel_tool_calls": bool,
     "reasoning_effort": str, "verbosity": str, "prompt_cache_key": str, "prompt_cache_retention": str,
@@ -34,7 +34,7 @@ KINDS = {str: "a string", bool: "true or false", dict: "an object"}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 BODY = {"model", "stream_options", "tokens", *INPUT.values(), *itertools.chain(*OF_ANSWER.values()), *NEUTRAL,
         *HARMLESS, *conversation.FIELDS, *itertools.chain(*RENAMED.values())}
-PARTS = "|".join(("role", "content", *FIELDS, *STREAM_OPTIONS, r"\d+"))
+PARTS = "|".join(("role", "content", *FIELDS, *STREAM_OPTIONS, *constraints.PARTS, r"\d+"))
 PARAM = re.compile(fr"(\w+)(?:\[\d+\]|\.(?:{PARTS}))*")  # what an error names a field by
 
 

@@ -10,11 +10,12 @@ import re
 import time
 from dataclasses import dataclass, field, replace
 
-from colibri import fields
+from colibri import constraints, fields
 from colibri.arrays import Rows, check_replaceable
 from colibri.chat import Conversation, NotRendered
 from colibri.errors import ColibriError
 from colibri.fields import boolean, integer
+from colibri.grammars import Grammars
 from colibri.refused import HIDDEN, Refused, hiding, refusing, shown, wrong
 from colibri.report import counted, percentile
 from colibri.sampling import PLAIN, History, Sampler, is_plain
@@ -30,7 +31,8 @@ ESCAPED = 6            # bytes of JSON that a byte of text may take: \\u and fou
 START = 16             # characters for each token of the context, by which a text is seen to be far too long
 SPACED = 16            # bytes that may stand around a token number: a comma and blanks
 INPUTS = ("prompt", "prompt_ids", "input")
-FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "stream", "deadline_ms", "add_special_tokens", *fields.OF_TEXT)
+FIELDS = ("id", *INPUTS, "output", "max_new_tokens", "stream", "deadline_ms", "add_special_tokens", *fields.OF_TEXT,
+          *constraints.FIELDS)
 FINISHES = ("length", "stop", "deadline", "cancelled", "shutdown", "error")
 
 
@@ -54,8 +56,9 @@ class Request:
     stop: tuple = ()                  # strings that end the text
     includes_stop: bool = False       # the text ends after what ended it, not before
     rows: Rows = None                 # of a bare stack, in place of a prompt
-    encode: object = None             # returns (prompt, max_new_tokens), on any thread; None: they are set
+    encode: object = None             # returns (prompt, max_new_tokens, grammar), on any thread; None: they are set
     size: float = 0                   # of what it encodes: characters or numbers; inf: a template's
+    compiles: bool = False            # a grammar
     max_new_tokens: int = MAX_NEW_TOKENS
     sampler: Sampler = PLAIN
     seed: int = None                  # that was drawn for it; None: it had one, or needs none
@@ -88,13 +91,13 @@ class Request:
             self.history = History(self.sampler, self.prompt, eos)
 
     def take(self, token):
-        """Adds a token that was drawn; returns whether the text has come to a stop string."""
+        """Adds a token that was drawn; returns whether the text has come to a stop string, or to a grammar's end."""
         if self.history is not None:
             self.history.add(token)
         if self.stop:
             self.pieces.append(self._text().add(token))
         self.tokens.append(token)  # last: from now on it can be told
-        return bool(self.stop) and self.stops.is_stopped
+        return bool(self.stop) and self.stops.is_stopped or self.history is not None and self.history.is_complete
 
     def _text(self):
         if self.stops is None:
@@ -147,6 +150,7 @@ class Terms:
     seed: int = None             # for a request without one; None: 0
     fills_context: bool = False  # with an answer as long as there is room, and one that would be longer is cut
     has_text: bool = False       # also after a prompt of token numbers, where the model has text
+    constraint: object = None    # the Constraint of the answer; None: the one that the fields ask for
     has_echo: bool = False       # of the prompt: the answer need not have a token
 
 
@@ -163,6 +167,7 @@ class Reader:
             if self._checkpoint.tokenizer:  # the model has text: known at the start, not when somebody sends some
                 raise
             self._no_codec = error
+        self._grammars = Grammars(self._codec, self._checkpoint.header["vocab_size"], self._checkpoint.eos)
         digits = len(str(self._checkpoint.header["vocab_size"]))
         self.max_text_bytes = engine.context * (self._codec.longest if self._codec else 0)
         self.max_bare_bytes = OTHER_BYTES + engine.context * (digits + SPACED)  # outside of strings
@@ -173,6 +178,13 @@ class Reader:
         if self._codec is None:
             raise ColibriError(*self._no_codec.parts)
         return self._codec
+
+    def prepare(self):
+        """Makes what would hold requests up that run: see Grammars.prepare."""
+        self._grammars.prepare()
+
+    def close(self):
+        self._grammars.close()
 
     def parse(self, data, where="line"):
         """Returns the JSON object in bytes, as a dict. One that no prompt needs is not read: that would take long."""
@@ -220,8 +232,12 @@ class Reader:
         request.seed = seed if request.sampler.temperature > 0 else None
         least = 0 if terms.has_echo or request.sampler.prompt_logprobs is not None else 1
         count = integer(values, "max_new_tokens", least, None, label) if "max_new_tokens" in values else None
-        self._prompt(request, values, given[0], label, functools.partial(self._count, count, label["max_new_tokens"],
-                                                                         terms.fills_context))
+        constraint = terms.constraint or constraints.constraint_of(values, label)
+        if constraint and self._codec is None:
+            raise Refused(constraint.where, "given", "only where the model has text", "leave it out")
+        request.compiles = constraint is not None
+        self._prompt(request, values, given[0], label, functools.partial(
+            self._count, count, label["max_new_tokens"], terms.fills_context), constraint)
         self._set_text(request, values, label, terms)
         return request
 
@@ -235,7 +251,7 @@ class Reader:
             raise Refused(path, "vocab_size=0", f"tokens for {label[name]}",
                           "this is a bare stack of MoE layers, give it an input over --serve")
 
-    def _prompt(self, request, values, name, label, count):
+    def _prompt(self, request, values, name, label, count, constraint):
         """Leaves what is to be checked of a prompt, and its way into tokens, to request.encode()."""
         prompt = values[name]
         special = boolean(values, "add_special_tokens", label, not isinstance(prompt, Conversation))
@@ -247,7 +263,7 @@ class Reader:
         request.used = self.codec() if name == "prompt" else None
         request.size = math.inf if isinstance(prompt, Conversation) else len(prompt)
         request.encode = functools.cache(functools.partial(self._encode, request.id, convert, prompt, label[name],
-                                                           count))
+                                                           count, constraint))
 
     def _set_text(self, request, values, label, terms):
         """Sets what the answer's text is, and where it ends."""
@@ -262,8 +278,8 @@ class Reader:
         if request.used is not None and not skips_special:
             request.used = request.used.with_special()
 
-    def _encode(self, identity, convert, prompt, name, count):
-        """Returns (the prompt's tokens, how many may follow)."""
+    def _encode(self, identity, convert, prompt, name, count, constraint):
+        """Returns (the prompt's tokens, how many may follow, the Grammar that these follow or None)."""
         with refusing(identity):
             tokens, unit = convert(prompt, name)
             if not tokens:
@@ -271,7 +287,14 @@ class Reader:
             if len(tokens) > self._engine.context:
                 raise Refused(name, f"{len(tokens)} {unit}s", f"at most {self._engine.context_rule(len(tokens))}",
                               code="too_long")
-            return tokens, count(len(tokens))
+            found = count(len(tokens))
+            return tokens, found, self._grammar(constraint) if constraint else None
+
+    def _grammar(self, constraint):
+        try:
+            return self._grammars.compile(constraint)
+        except ColibriError as error:
+            raise Refused.of(error, logged=HIDDEN) from None
 
     def tokens(self, text, name, special):
         """Returns the tokens of a string or a Conversation, which may be more than the context holds."""

@@ -17,10 +17,11 @@ MAX_STOP_TOKENS = 128
 
 # logit_bias: ((token, bias), ...), stop_token_ids: (token, ...). choice: of several by one seed. logprobs: how many of
 # the likeliest tokens are told beside the drawn one's log-probability; None: nothing is. prompt_logprobs: the same of
-# a prompt's tokens.
+# a prompt's tokens. grammar: a colibri.grammars.Grammar that the text follows.
 Fields = namedtuple("Fields", "temperature top_k top_p seed min_p presence_penalty frequency_penalty "
                     "repetition_penalty logit_bias min_tokens stop_token_ids ignore_eos choice logprobs "
-                    "prompt_logprobs", defaults=(0.0, 0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, (), 0, (), False, 0, None, None))
+                    "prompt_logprobs grammar",
+                    defaults=(0.0, 0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, (), 0, (), False, 0, None, None, None))
 
 
 class Sampler(Fields):
@@ -31,6 +32,10 @@ class Sampler(Fields):
     def ends(self, token, eos):
         """Returns whether a token that was drawn ends the text. eos: the model's own such tokens"""
         return token in self.stop_token_ids or token in eos and not self.ignore_eos
+
+    def ending(self, eos):
+        """Returns all tokens that end the text."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos)}
 
 
 PLAIN = Sampler()
@@ -80,7 +85,8 @@ RULES = {  # of each field: whether a value is good, and what is expected; upper
     "ignore_eos": (lambda value: isinstance(value, bool), "true or false"),
     "choice": (_is_integer(0, MAX_CHOICES - 1), f"0 to {MAX_CHOICES - 1}"),
     "logprobs": (_is_count, f"0 to {default().constants['MAX_TOP']}"),
-    "prompt_logprobs": (_is_count, f"0 to {default().constants['MAX_TOP']}")}
+    "prompt_logprobs": (_is_count, f"0 to {default().constants['MAX_TOP']}"),
+    "grammar": (lambda value: value is None or hasattr(value, "guide"), "a Grammar")}
 
 
 def check_sampler(sampler, prefix=""):
@@ -144,6 +150,7 @@ class History:
         """prompt: its tokens, ints or bytes. eos: those that end a text. start: the position of the prompt's first"""
         self.sampler, self.prompt, self.start, self.end = sampler, list(prompt), start, start + len(prompt)
         self.scores, self._drawn = {}, 0
+        self.guide = sampler.grammar.guide(sampler.ending(eos)) if sampler.grammar is not None else None
         self.biased = np.array([token for token, _ in sampler.logit_bias], np.int32)
         self.biases = np.array([bias for _, bias in sampler.logit_bias], np.float32)
         self._barred = np.array(sorted({*eos, *sampler.stop_token_ids}), np.int32)
@@ -156,6 +163,8 @@ class History:
     def add(self, token):
         """Takes in a token that was drawn."""
         self._drawn += 1
+        if self.guide is not None:
+            self.guide.add(token)
         if not self._has_penalties:
             return
         place = self._places.setdefault(token, len(self._places))
@@ -179,6 +188,25 @@ class History:
     def barred(self):
         """Returns the tokens that may not be drawn next."""
         return self._barred[:len(self._barred) if self._drawn < self.sampler.min_tokens else 0]
+
+    @property
+    def allowed(self):
+        """Returns a bit for each token that the grammar allows next, or None without a grammar.
+
+        What min_tokens bars may be drawn all the same where the grammar has nothing else.
+        """
+        return None if self.guide is None else self.guide.allowed(self.barred)
+
+    @property
+    def is_complete(self):
+        """Returns whether a grammar has the text end here."""
+        return self.guide is not None and self.guide.is_complete
+
+    def is_over(self):
+        """Returns is_complete; raises what is wrong with the grammar."""
+        if self.guide is not None and self.guide.error:
+            raise self.guide.error
+        return self.is_complete
 
     @property
     def has_prompt_scores(self):

@@ -11,7 +11,7 @@ import time
 import traceback
 
 from colibri.errors import ColibriError
-from colibri.refused import Refused
+from colibri.refused import HIDDEN, Refused
 from colibri.requests import Request
 
 STEP_TOKENS = 64  # in a call at most, but for a longer prefill chunk: a GPU has other kernels beyond, of other rounding
@@ -343,6 +343,14 @@ class Scheduler:
     def _add(self, request, token, now):
         if request.max_new_tokens == 0:  # the prompt's log-probabilities were all that was asked for
             self._finish(request, "length")
+            return
+        try:
+            is_over = request.history is not None and request.history.is_over()
+        except ColibriError as error:
+            self._finish(request, error=Refused.of(error, id=request.id, logged=HIDDEN))
+            return
+        if is_over:
+            self._finish(request, "stop")
             return
         if request.sampler.ends(token, self.engine.checkpoint.eos):
             request.ending = token

@@ -39,6 +39,7 @@ class Server:
     def __init__(self, engine, options):
         self.engine, self.options = engine, options
         self.reader = Reader(engine)
+        self.reader.prepare()
         settings = engine.checkpoint.settings
         has_chat = options.http is not None and settings.chat_templates
         self.chat = Chat(settings, engine.checkpoint.path) if has_chat else None
@@ -70,6 +71,7 @@ class Server:
             self._intake.close()
             if self.chat:
                 self.chat.close()
+            self.reader.close()
             self.log.close()
         error = self.scheduler.error or self._error
         if error is not None:
@@ -265,10 +267,11 @@ class Server:
         self._intake.run(function, size, told)
 
     def encoded(self, request, made, error):
-        """Submits a request whose prompt is in tokens, or refuses it. made: (prompt, max_new_tokens)"""
+        """Submits a request whose prompt is in tokens, or refuses it. made: (prompt, max_new_tokens, grammar)"""
         request.encode = None
         if error is None:
-            request.prompt, request.max_new_tokens = made
+            request.prompt, request.max_new_tokens, grammar = made
+            request.sampler = request.sampler._replace(grammar=grammar)
             self.scheduler.enter(request)
             request.owner.accepted(request)
             return

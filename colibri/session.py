@@ -47,7 +47,8 @@ class Session:
     def generate(self, prompt_tokens, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, seed=0, **more):
         """Yields up to max_new_tokens tokens that continue the session after prompt_tokens (ints or bytes).
 
-        One of the checkpoint's end tokens (checkpoint.eos) ends the text, and is not yielded.
+        One of the checkpoint's end tokens (checkpoint.eos) ends the text, and is not yielded; so does the end of a
+        grammar.
         temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. The same seed draws the same tokens.
         more: fields of colibri.sampling.Sampler, such as min_p=0.1. Penalties count the tokens from prompt_tokens on.
         """
@@ -72,11 +73,13 @@ class Session:
         history = None if is_plain(sampler) else History(sampler, tokens, self.engine.checkpoint.eos, self.length)
         for _ in range(max_new_tokens):
             tokens = self.engine.step([(self, tokens)], [history or sampler])
-            if sampler.ends(tokens[0], self.engine.checkpoint.eos):
+            if sampler.ends(tokens[0], self.engine.checkpoint.eos) or history and history.is_over():
                 return
             if history:
                 history.add(tokens[0])
             yield tokens[0]
+            if history and history.is_over():
+                return
 
     def close(self):
         """Gives the slot back."""

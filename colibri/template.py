@@ -1,24 +1,21 @@
 """Renders chat templates as transformers does, in a process of its own, which chat.py starts: a JSON line a rendering.
 
 A template is the model's and is not trusted: it may loop for ever or make text without end. jinja2's sandbox keeps it
-from everything but its input. Here a rendering has seconds of CPU time, after which the process ends, and MEMORY_BYTES.
+from everything but its input. A rendering has seconds of CPU time, after which the process ends, and bounded memory.
 """
 
 import contextlib
 import datetime
 import functools
 import json
-import os
 import re
-import resource
-import signal
-import sys
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-MEMORY_BYTES = 1 << 30  # addresses of this process
+from colibri.processes import answer
+
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, the one that templates read first
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # where the message ends that goes on; as in transformers
 PROBE = "c1probe"
@@ -231,30 +228,12 @@ def _words(error):
     text = str(error)
     if isinstance(error, jinja2.TemplateSyntaxError):
         text = f"line {error.lineno}: {error.message}"
+    elif isinstance(error, RecursionError):
+        text = "RecursionError: maximum recursion depth exceeded"
     elif not isinstance(error, (jinja2.TemplateError, ValueError)):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
     return re.sub(r"\s+", " ", text)[:300]
 
 
 def main():
-    """Answers lines on stdin until it ends; the first has the seconds of a rendering, templates and special tokens.
-
-    A signal for the terminal's whole group is not for this process.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-    seconds, *rest = json.loads(sys.stdin.buffer.readline())
-    templates = Templates(*rest)
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        try:
-            answer = templates.render(json.loads(line))
-        except (RecursionError, MemoryError) as error:
-            answer = {"kind": "raised", "error": type(error).__name__}
-        data = json.dumps(answer).encode() + b"\n"
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        while data:
-            data = data[os.write(1, data):]
+    answer(lambda *values: Templates(*values).render)

@@ -12,6 +12,7 @@ import re
 from colibri.errors import ColibriError
 
 DROPPED_BYTES = 16  # that a token may stand for where its vocabulary is short: blanks that are dropped, unknown words
+CHANGING = {"WordPiece", "BPEDecoder", "CTC"}  # decoders by which a token's text depends on its neighbours
 CONTEXT = 8  # tokens of a prompt, the last with text, after which an answer's text is read
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token of byte fallback
 PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that byte-level BPE writes as their own character
@@ -30,6 +31,7 @@ class Codec:
     unit = "token"
     errors = "replace"  # how codecs read bytes that are no UTF-8
     is_continued = True  # by an answer: its text is read after the prompt's
+    is_uniform = True  # a token has the same text wherever it stands within one
     longest = 1      # bytes of text that a token stands for at most
     most = math.inf  # tokens that are wanted at most
 
@@ -141,6 +143,7 @@ class Tokenizer(Codec):
         self._special = {token for token, what in added.items() if what.special}
         decoder = self._tokenizer.decoder
         kinds = _kinds(json.loads(decoder.__getstate__())) if decoder else ()
+        self.is_uniform = not CHANGING & set(kinds)
         self._has_bytes, self._has_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
         self.errors = "colibri.each" if self._has_fallback else "replace"
         self.join = decoder.decode if decoder else " ".join

@@ -63,6 +63,7 @@ typedef struct Draw {
     const int32_t *seen;         /* (num_seen) tokens of the prompt and of the answer so far, each once */
     const int32_t *counts;       /* (num_seen) how often the answer so far has each */
     const int32_t *barred;       /* (num_barred) tokens that may not be drawn */
+    const uint32_t *allowed;     /* a bit a token, the lowest first: others may not be drawn; NULL: all may */
     double logprob;              /* written: of the token, by the logits as the model gave them */
     double top_logprobs[MAX_TOP]; /* written: those of top */
     int32_t top[MAX_TOP];        /* written: the num_top likeliest tokens, best first */

@@ -41,7 +41,6 @@ def test_fields_that_ask_for_nothing(service, engine):
 @pytest.mark.parametrize("name, value, expected", [
     ("tools", [{"type": "function"}], "not supported, expected none; leave it out"),
     ("tool_choice", "required", 'tool_choice: "required", not supported, expected "none"; leave it out'),
-    ("response_format", {"type": "json_object"}, 'not supported, expected {"type": "text"}; leave it out'),
     ("functions", [{"name": "f"}], "not supported, expected none; leave it out"),
     ("modalities", ["text", "audio"], 'not supported, expected ["text"]; leave it out'),
     ("audio", {"voice": "x"}, '"audio": unsupported field, expected one of model, messages, '),

@@ -38,7 +38,8 @@ def client(service):
 COMPLETION_FIELDS = (
     "stream_options, n, best_of, echo, max_tokens, temperature, top_p, top_k, min_p, seed, stream, stop, "
     "stop_token_ids, ignore_eos, min_tokens, presence_penalty, frequency_penalty, repetition_penalty, logit_bias, "
-    "include_stop_str_in_output, skip_special_tokens, deadline_ms, add_special_tokens, logprobs, prompt_logprobs")
+    "include_stop_str_in_output, skip_special_tokens, deadline_ms, add_special_tokens, grammar, response_format, "
+    "logprobs, prompt_logprobs")
 
 
 # OpenAI's client

@@ -16,7 +16,7 @@ from colibri.sampling import Sampler
 NAMES = ("id, prompt, prompt_ids, input, output, max_new_tokens, stream, deadline_ms, add_special_tokens, temperature, "
          "top_k, top_p, seed, min_p, presence_penalty, frequency_penalty, repetition_penalty, logit_bias, min_tokens, "
          "stop_token_ids, ignore_eos, choice, logprobs, prompt_logprobs, stop, include_stop_str_in_output, "
-         "skip_special_tokens")
+         "skip_special_tokens, grammar, response_format")
 INTEGER_ID = "expected a string of at most 128 characters or an integer of 64 bits"
 ONE_INPUT = "expected exactly one of prompt, prompt_ids, input"
 
@@ -92,6 +92,10 @@ BAD = [
     (b'"stream": "yes"', 'stream: "yes", expected true or false'),
     (b'"add_special_tokens": 0', "add_special_tokens: 0, expected true or false"),
     (b'"add_special_tokens": null', "add_special_tokens: null, expected true or false"),
+    (b'"response_format": "json"', 'response_format: "json", expected an object such as {"type": "json_object"}'),
+    (b'"grammar": {"syntax": "lark", "definition": ""}', "grammar.definition: empty, expected a grammar"),
+    (b'"grammar": "start: x", "response_format": {"type": "json_object"}',
+     "grammar: given with response_format, expected one of them; leave one out"),
     (b'"deadline_ms": 0', "deadline_ms: 0, expected an integer, 1 to 1099511627776"),
     (b'"deadline_ms": 10.5', "deadline_ms: 10.5, expected an integer, 1 to 1099511627776"),
     (b'"deadline_ms": 1' + b"0" * 40,
@@ -129,7 +133,7 @@ def made(reader, values):
     """A request with its prompt in tokens."""
     request = reader.request(values)
     if request.encode:
-        request.prompt, request.max_new_tokens = request.encode()
+        request.prompt, request.max_new_tokens = request.encode()[:2]
     return request
 
 

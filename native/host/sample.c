@@ -3,8 +3,8 @@
  * by index. The draw walks the kept tokens in index order. Nothing is sorted: limits are found digit by digit from
  * histograms of the logits' bits, so that the memory does not grow with the vocabulary.
  *
- * A step samples by its batch. colibri_draw samples one row for each struct Draw, whose bias, penalties and barred
- * tokens change the logits before that, and tells log-probabilities of the logits as the model gave them. */
+ * A step samples by its batch. colibri_draw samples one row for each struct Draw, whose bias, penalties, barred and
+ * allowed tokens change the logits before that, and tells log-probabilities of the logits as the model gave them. */
 #include <math.h>
 #include <string.h>
 
@@ -29,6 +29,7 @@ typedef struct Row {
 /* exp((logit - largest) / temperature): probability up to a factor. An infinite largest leaves itself alone. */
 static double mass(const Row *row, int i) {
     float logit = row->logits[i];
+    if (logit == -INFINITY && row->largest > logit) return 0; /* most of what a mask leaves: expf() takes longer */
     return logit == row->largest ? 1.0 : expf((logit - row->largest) / row->temperature);
 }
 
@@ -135,7 +136,7 @@ int host_sample(Model *m, int num_logits, int layer) {
     return 0;
 }
 
-/* d->changed = the logits with the bias, the penalties and the barred tokens. */
+/* d->changed = the logits with the bias and the penalties; minus infinity for tokens that may not be drawn. */
 static void change(const Draw *d) {
     memcpy(d->changed, d->logits, sizeof(float) * VOCAB_SIZE);
     for (int i = 0; i < d->num_biased; i++) d->changed[d->biased[i]] += d->biases[i];
@@ -146,6 +147,8 @@ static void change(const Draw *d) {
         *logit -= d->counts[i] > 0 ? d->presence_penalty : 0;
     }
     for (int i = 0; i < d->num_barred; i++) d->changed[d->barred[i]] = -INFINITY;
+    for (int i = 0; d->allowed && i < VOCAB_SIZE; i++)
+        if (!(d->allowed[i / 32] >> i % 32 & 1)) d->changed[i] = -INFINITY;
 }
 
 static double log_probability(const Row *row, int i, double log_total) {
