@@ -147,6 +147,7 @@ class Terms:
     seed: int = None             # for a request without one; None: 0
     fills_context: bool = False  # with an answer as long as there is room, and one that would be longer is cut
     has_text: bool = False       # also after a prompt of token numbers, where the model has text
+    has_marks: bool = False      # in the text: special tokens are marks of its parts, and hidden
     has_echo: bool = False       # of the prompt: the answer need not have a token
 
 
@@ -261,6 +262,8 @@ class Reader:
                           "give stop_token_ids")
         if request.used is not None and not skips_special:
             request.used = request.used.with_special()
+        elif request.used is not None and terms.has_marks:
+            request.used = request.used.with_marks()
 
     def _encode(self, identity, convert, prompt, name, count):
         """Returns (the prompt's tokens, how many may follow)."""
