@@ -82,7 +82,7 @@ class Dialogue:
                 self._reading.parts(conversation))
 
     def _generate(self, engine, meter, sampler, prompt, most, show):
-        """Calls show(token) for an answer's tokens, at most so many. Returns stop, length, or unanswered without a token."""
+        """Calls show(token) for an answer's tokens, at most so many. Returns stop, length, or unanswered for none."""
         self._continue_from(engine, prompt)
         left = prompt[len(self._computed):]
         self.counts["computed_tokens"] += len(left)

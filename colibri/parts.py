@@ -149,7 +149,7 @@ class Parts:
         self._blank, self._is_leading = "", True
 
     def _through(self, kind, marks, meet):
-        """Tells text up to its end, or until meet(where a mark stands, it) returns that there is no more of its kind."""
+        """Tells text up to its end, or until meet(where a mark stands, it) returns that its kind has ended."""
         pattern = re.compile("|".join(map(re.escape, marks)) if marks else "(?!)")
         while True:
             found = pattern.search(self._scan.text, self._at)
@@ -217,7 +217,7 @@ class Parts:
                 return
 
     def _header(self):
-        """Returns (which part a message is, None), (None, a function's name), or (None, None) where it has no header."""
+        """Returns (a message's part, None), (None, a function's name), or (None, None) where it has no header."""
         try:
             at = yield from self._scan.blanks(self._at)
             yield from self._scan.word(at, *HEADERS)

@@ -16,7 +16,8 @@ class Stops:
 
     def __init__(self, used, prompt, strings=(), is_included=False, min_tokens=0):
         """used: the Codec. prompt: tokens. is_included: the text ends after the stop string, not before."""
-        self._used, self._pieces, self._is_included, self._min_tokens = used, Pieces(used, prompt), is_included, min_tokens
+        self._used, self._pieces = used, Pieces(used, prompt)
+        self._is_included, self._min_tokens = is_included, min_tokens
         self._strings = [(string, _borders(string), [0]) for string in strings]  # [how much of it the text ends with]
         self._held, self._length = "", 0
         self.is_stopped, self.starts, self.hidden = False, [], []

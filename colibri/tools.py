@@ -53,7 +53,7 @@ def _check_size(tools):
         while level := [each for each in level if isinstance(each, (dict, list))]:
             depth += 1
             if depth > MAX_DEPTH:
-                raise Refused(f"tools[{index}]", f"more than {MAX_DEPTH} objects and lists within each other", "fewer",
+                raise Refused(f"tools[{index}]", f"nested more deeply than {MAX_DEPTH} objects and lists", "fewer",
                               "give names to parts of its schema in $defs")
             level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
     size = len(json.dumps(tools))
