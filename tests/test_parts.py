@@ -183,8 +183,8 @@ def test_harmony_without_tools():
 
 
 @pytest.mark.parametrize("text, is_begun, expected", [
-    ("<think>\nA\n</think>\n\nB", False, message("B", reasoning="A")), ("\nA\n</think>\n\nB", True, message("B",
-                                                                                                            reasoning="A")),
+    ("<think>\nA\n</think>\n\nB", False, message("B", reasoning="A")),
+    ("\nA\n</think>\n\nB", True, message("B", reasoning="A")),
     ("\n<think>A</think>B", False, message("B", reasoning="A")), ("A</think>B", False, message("A</think>B")),
     ("A <think>B</think>", False, message("A <think>B</think>")), ("<thin", False, message("<thin")),
     ("<think>A ", False, message(reasoning="A")), ("A\n\nB ", True, message(reasoning="A\n\nB")), ("", True, message()),
@@ -237,11 +237,10 @@ REF = {"$defs": {"n": {"anyOf": [NUMBER, {"$ref": "#/$defs/n"}]}, "a/b": {"enum"
 
 
 @pytest.mark.parametrize("name, text, value", [
-    ("r", "5", 5), ("r", "five", "five"), ("r", "5.0", 5.0), ("r", "5.5", "5.5"), ("s", "1", 1), ("s", "x", "x"), ("t",
-                                                                                                                   "[1]", [1]), ("t", "abc", "abc"),
-    ("u", "None", None), ("u", "null", None), ("u", "5", "5"), ("v", "5", 5), ("w", "True", True), ("w", "true", True),
-    ("other", "True", "True"), ("other", "{", "{"), ("n", "2", 2), ("n", "NaN", "NaN"), ("n", " 1.5 ", 1.5), ("n",
-                                                                                                              "1" * 5000, "1" * 5000)])
+    ("r", "5", 5), ("r", "five", "five"), ("r", "5.0", 5.0), ("r", "5.5", "5.5"), ("s", "1", 1), ("s", "x", "x"),
+    ("t", "[1]", [1]), ("t", "abc", "abc"), ("u", "None", None), ("u", "null", None), ("u", "5", "5"), ("v", "5", 5),
+    ("w", "True", True), ("w", "true", True), ("other", "True", "True"), ("other", "{", "{"), ("n", "2", 2),
+    ("n", "NaN", "NaN"), ("n", " 1.5 ", 1.5), ("n", "1" * 5000, "1" * 5000)])
 def test_an_argument_has_its_schemas_type(name, text, value):
     assert json.loads(as_json({name: text}, REF)) == {name: value}
     assert json.loads(as_json({name: text}, {"properties": 5})) is not None and json.loads(as_json({}, None)) == {}
@@ -285,8 +284,8 @@ class Chat:
     ("<think></think>", "assistant", None, "<think>A</think>B", message("B", reasoning="A")),
     ("</think>", "assistant\n</think>", None, "B", message("B")),
     ("[THINK]", "x[THINK]", None, "A[/THINK]B", message("B", reasoning="A")),
-    ("-", "<think>", None, "A</think>B", None), ("<think>", "<think>A", "<think>A", "C</think>B", message("B",
-                                                                                                          reasoning="C")),
+    ("-", "<think>", None, "A</think>B", None),
+    ("<think>", "<think>A", "<think>A", "C</think>B", message("B", reasoning="C")),
     ("<think>", "<think>A</think>B", "<think>A</think>B", "C", message("C")),
     ("<think>", "<think>A", [{"type": "text", "text": "<think>A"}], "C</think>B", message("B", reasoning="C"))])
 def test_what_the_prompt_has_begun(template, prompt, start, answer, expected):
