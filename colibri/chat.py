@@ -7,6 +7,7 @@ from colibri.errors import ColibriError, printable
 from colibri.processes import NotStarted, Processes, why_ended
 
 MOST = 64 << 20  # characters of a prompt
+END = 256          # characters that are kept of a prompt's end
 CPU_SECONDS = 5    # of a rendering
 
 
@@ -25,11 +26,14 @@ class Conversation:
 
     messages: [{"role": ..., "content": ...}, ...]. tools, documents: as templates take them, or None. values: more
     names that the template sees. adapts: messages are OpenAI's, whose form the template may not take
+
+    end: of the prompt, once that is made. start: of the answer, what of the last message it goes on from
     """
 
     def __init__(self, chat, messages, tools=None, documents=None, add_generation_prompt=True,
                  continue_final_message=False, values=None, adapts=False):
-        self._chat = chat
+        self._chat, self.tools, self.end = chat, tools, ""
+        self.start = messages[-1].get("content") if continue_final_message and messages else None
         fields = {"messages": messages, "tools": tools, "documents": documents, "adapts": adapts,
                   "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
                   "values": values or {}}
@@ -40,7 +44,9 @@ class Conversation:
 
     def text(self, most=MOST, where="messages"):
         """Returns the prompt. Raises NotRendered. most: characters that it may have. where: its name in errors"""
-        return self._chat.render(f'{self._fields}, "most": {most}}}\n'.encode(), most, where)
+        text = self._chat.render(f'{self._fields}, "most": {most}}}\n'.encode(), most, where)
+        self.end = text[-END:]
+        return text
 
 
 class Chat(Processes):

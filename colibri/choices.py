@@ -1,8 +1,10 @@
 """Choices: what OpenAI's API shows of one request, whole or event by event."""
 
+import math
 from dataclasses import dataclass
 
 from colibri import logprobs
+from colibri.parts import CONTENT
 from colibri.stops import Stops
 
 FINISHES = {"stop": "stop"}  # OpenAI's words; whatever else cuts an answer has made it shorter: "length"
@@ -17,6 +19,8 @@ class Asked:
     echo: bool = False           # the prompt, before the answer
     logprobs: int = None         # how many of the likeliest tokens; None: no log-probabilities
     prompt_logprobs: int = None  # the same of the prompt, by itself
+    reading: object = None       # the Reading of the answer's parts; None: it is text
+    most_calls: float = math.inf  # that an answer may have
 
 
 class Choice:
@@ -26,7 +30,7 @@ class Choice:
         self.index, self.request, self._source, self._asked = index, request, source, asked
         self._names = logprobs.Names(request.used)
         self._prompt_text, self._prompt_starts = "", []
-        self._has_begun = False
+        self._has_begun, self._parts = False, None
 
     def whole(self):
         """Returns the choice of an answer in one piece."""
@@ -34,7 +38,9 @@ class Choice:
         request, asked = self.request, self._asked
         tokens = request.tokens
         text = request.text() if request.used else self._numbers(0, tokens)
-        found = self._shape(self._prompt_text + text, FINISHES.get(request.finish, "length"),
+        if self._parts:
+            self._parts.rest(text, self._hidden())
+        found = self._shape(self._prompt_text + text, self._finish(),
                             self._logprobs(0, len(tokens) + self._has_ending(), asked.echo))
         if asked.prompt_logprobs is not None:
             found["prompt_logprobs"] = logprobs.prompt(logprobs.of_prompt(request), self._names, asked.prompt_logprobs)
@@ -55,13 +61,36 @@ class Choice:
         first = request.told
         for index, (token, piece) in enumerate(request.news(), first):
             text = piece if request.used else self._numbers(index, [token])
-            yield (text if asked.logprobs is None else
-                   self._shape(text, None, self._logprobs(index, index + 1))), index + 1
+            scores = None if asked.logprobs is None else self._logprobs(index, index + 1)
+            for choice in self._told(text, scores):
+                yield choice, index + 1
         if request.is_over and not request.error:
             count = len(request.tokens)
             text = request.rest()
+            if self._parts:
+                for delta in self._parts.rest(text, self._hidden()):
+                    yield {**self._shape("", None, None), "delta": delta}, count
+                text = ""
             ending = self._logprobs(count, count + 1) if self._has_ending() else None
-            yield self._shape(text, FINISHES.get(request.finish, "length"), ending), count
+            yield self._shape(text, self._finish(), ending), count
+
+    def _told(self, text, scores):
+        """Yields the choices that a token's text brings, at least one. A string is piece() of that."""
+        if not self._parts:
+            yield text if scores is None else self._shape(text, None, scores)
+            return
+        for delta in self._parts.add(text, self._hidden()) or [{CONTENT: ""}]:
+            yield delta[CONTENT] if CONTENT in delta and scores is None else {
+                **self._shape("", None, scores), "delta": delta}
+            scores = None
+
+    def _hidden(self):
+        """Returns where in the answer's text special tokens stand that nobody is shown."""
+        return self.request.stops.hidden if self.request.stops else ()
+
+    def _finish(self):
+        finish = FINISHES.get(self.request.finish, "length")
+        return "tool_calls" if finish == "stop" and self._parts and self._parts.calls else finish
 
     def piece(self, text):
         """Returns the choice of an event that has nothing but text."""
@@ -71,6 +100,8 @@ class Choice:
         """Makes what is shown of the prompt."""
         self._has_begun = True
         request = self.request
+        if self._asked.reading:
+            self._parts = self._asked.reading.parts(self._source, self._asked.most_calls)
         if not self._asked.echo:
             return
         if request.used is None:
@@ -96,7 +127,7 @@ class Choice:
         elif self._asked.stream:
             choice["delta"] = {} if finish and not text else {"content": text}
         else:
-            choice["message"] = {"role": "assistant", "content": text}
+            choice["message"] = self._parts.message() if self._parts else {"role": "assistant", "content": text}
         return {**choice, "logprobs": scores, "finish_reason": finish}
 
     def _logprobs(self, begin, end, with_prompt=False):

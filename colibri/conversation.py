@@ -3,12 +3,12 @@
 from colibri.chat import Conversation
 from colibri.errors import ColibriError
 from colibri.refused import HIDDEN, Refused, shown, wrong
+from colibri.tools import tools_of
 
 # Fields of a body, beside messages, that a template sees or that say how it is rendered.
 FIELDS = ("tools", "tool_choice", "documents", "chat_template_kwargs", "add_generation_prompt",
           "continue_final_message", "reasoning_effort")
 OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")  # no names for values
-CHOICES = ("auto", "none")
 PART = '{"type": "text", "text": ...}'
 
 
@@ -19,15 +19,10 @@ def conversation(chat, body):
     if begins and goes_on:
         raise Refused("continue_final_message", "true, with add_generation_prompt true", "one of them",
                       "leave one out")
-    tools = _objects(given, "tools")
-    choice = given.get("tool_choice", "auto")
-    if choice not in CHOICES:
-        raise Refused("tool_choice", f"{shown(choice)}, not supported", "auto or none", "leave it out",
-                      logged={"got": "..., not supported"})
+    tools = tools_of(given)
     try:
-        return Conversation(chat, _messages(body["messages"]), tools if choice == "auto" else None,
-                            _objects(given, "documents"), not goes_on if begins is None else begins, bool(goes_on),
-                            _values(given), adapts=True)
+        return Conversation(chat, _messages(body["messages"]), tools, _objects(given, "documents"),
+                            not goes_on if begins is None else begins, bool(goes_on), _values(given), adapts=True)
     except Refused:
         raise
     except ColibriError as error:
@@ -80,6 +75,8 @@ def _messages(messages):
             raise wrong(f"{where}.role", message.get("role"), "a string such as user")
         _check_content(message, where)
         _check_calls(message.get("tool_calls"), f"{where}.tool_calls")
+        if not isinstance(message.get("tool_call_id"), (str, type(None))):
+            raise wrong(f"{where}.tool_call_id", message["tool_call_id"], "a string, the id of a tool call")
     return messages
 
 

@@ -6,12 +6,16 @@ import sys
 
 from colibri.chat import Chat, Conversation, transcript
 from colibri.errors import ColibriError
+from colibri.parts import CONTENT, REASONING, Parts
 from colibri.program import writing_stdout
-from colibri.text import Pieces, codec
+from colibri.reading import Reading
+from colibri.stops import Stops
+from colibri.text import codec
 
 LINE_BYTES = 16 << 20  # that are read of a line, which no context holds
 PLAIN_TOKENS = 200     # of an answer where the model has no template, and need not know where to end
 PROMPT = "> "
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # how a terminal shows what the model thinks, and all else
 
 
 class Dialogue:
@@ -20,15 +24,17 @@ class Dialogue:
     def __init__(self, checkpoint, options):
         self._options, self._codec = options, codec(checkpoint, False)
         self._eos, self._name = checkpoint.eos, checkpoint.path
+        self._reading = Reading(checkpoint.settings.chat_templates, options.tool_format)
         self._chat = Chat(checkpoint.settings, checkpoint.path) if checkpoint.settings.chat_templates else None
         self.messages = [{"role": "system", "content": options.system}] if options.system else []
         self._session, self._computed = None, []  # the tokens in its cache
         self._is_stopped = False  # by Ctrl-C, of an answer
+        self._is_terminal = self._is_dim = False
         self.counts = {"turns": 0, "prompt_tokens": 0, "computed_tokens": 0, "new_tokens": 0}
 
     def run(self, engine, meter, sampler):
         """Answers lines until they end."""
-        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        is_terminal = self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if not self._chat:
             _say(f"{self._name}: no chat template; messages become lines, role: content")
         if is_terminal:
@@ -45,16 +51,18 @@ class Dialogue:
     def _turn(self, engine, meter, sampler, line):
         """Answers one message. What Ctrl-C leaves without an answer was not said."""
         self.messages.append({"role": "user", "content": line})
-        prompt = self._prompt()
+        prompt, parts = self._prompt()
         if len(prompt) > engine.context:
             raise ColibriError("--chat", f"{self._codec.count(prompt)} of conversation",
                                f"at most {engine.context_rule(len(prompt))}")
         room = engine.room(len(prompt))
         most = self._options.max_new_tokens or (room if self._chat else PLAIN_TOKENS)
-        pieces = Pieces(self._codec, prompt)
-        finish = self._generate(engine, meter, sampler, prompt, min(most, room), pieces)
-        self._show(pieces.rest())
-        self._show("\n")
+        text = Stops(self._codec.with_marks(), prompt)
+        finish = self._generate(engine, meter, sampler, prompt, min(most, room),
+                                lambda token: self._show_parts(parts.add(text.add(token), text.hidden)))
+        self._show_parts(parts.rest(text.rest(), text.hidden))
+        self._show(PLAIN * self._is_dim + "\n")
+        self._is_dim = False
         if finish == "length" and room <= most:
             _say(f"--chat: cut, since the context of {engine.context} tokens is full")
         self.counts["turns"] += 1
@@ -62,17 +70,19 @@ class Dialogue:
         if finish == "unanswered":
             self.messages.pop()
         else:
-            self.messages.append({"role": "assistant", "content": pieces.text()})
+            self.messages.append(parts.message())
 
     def _prompt(self):
-        """Returns the tokens of what was said, up to where the answer begins."""
+        """Returns (the tokens of what was said, up to where the answer begins, the Parts of that)."""
         if not self._chat:
-            return self._codec.encode(transcript(self.messages).encode(errors="surrogatepass"), "--chat")
-        text = Conversation(self._chat, self.messages, adapts=True).text(where="--chat")
-        return self._codec.encode(text.encode(errors="surrogatepass"), "--chat", special=False)
+            return self._codec.encode(transcript(self.messages).encode(errors="surrogatepass"), "--chat"), Parts()
+        conversation = Conversation(self._chat, self.messages, adapts=True)
+        text = conversation.text(where="--chat")
+        return (self._codec.encode(text.encode(errors="surrogatepass"), "--chat", special=False),
+                self._reading.parts(conversation))
 
-    def _generate(self, engine, meter, sampler, prompt, most, pieces):
-        """Shows an answer of at most so many tokens. Returns stop, length, or unanswered without a token."""
+    def _generate(self, engine, meter, sampler, prompt, most, show):
+        """Calls show(token) for an answer's tokens, at most so many. Returns stop, length, or unanswered for none."""
         self._continue_from(engine, prompt)
         left = prompt[len(self._computed):]
         self.counts["computed_tokens"] += len(left)
@@ -83,7 +93,7 @@ class Dialogue:
             if tokens[0] in self._eos:
                 return "stop"
             self.counts["new_tokens"] += 1
-            self._show(pieces.add(tokens[0]))
+            show(tokens[0])
             if self._is_stopped:
                 return "stop"
             if count < most:
@@ -125,6 +135,15 @@ class Dialogue:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+    def _show_parts(self, deltas):
+        """Shows what an answer says; on a terminal also what the model thinks, in dim letters."""
+        for delta in deltas:
+            is_dim = REASONING in delta
+            if self._is_terminal and is_dim != self._is_dim:
+                self._show(DIM if is_dim else f"{PLAIN}\n\n")
+                self._is_dim = is_dim
+            self._show(delta.get(CONTENT) or delta.get(REASONING, "") * self._is_terminal)
 
     @writing_stdout()
     def _show(self, piece):

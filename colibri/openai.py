@@ -12,6 +12,7 @@ from colibri.messages import FIELDS, transcript
 from colibri.refused import CODES, HIDDEN, Refused, shown, wrong
 from colibri.requests import Terms
 from colibri.sampling import MAX_CHOICES
+from colibri.tools import check_possible
 
 # OpenAI's and vLLM's names of our fields, and what else a body may have. OF_ANSWER: read here. NEUTRAL: only with a
 # value that asks for nothing.
@@ -34,7 +35,8 @@ KINDS = {str: "a string", bool: "true or false", dict: "an object"}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 BODY = {"model", "stream_options", "tokens", *INPUT.values(), *itertools.chain(*OF_ANSWER.values()), *NEUTRAL,
         *HARMLESS, *conversation.FIELDS, *itertools.chain(*RENAMED.values())}
-PARTS = "|".join(("role", "content", *FIELDS, *STREAM_OPTIONS, *constraints.PARTS, r"\d+"))
+OF_TOOLS = ("type", "function", "parameters", "tool_call_id")
+PARTS = "|".join(("role", "content", *FIELDS, *OF_TOOLS, *STREAM_OPTIONS, *constraints.PARTS, r"\d+"))
 PARAM = re.compile(fr"(\w+)(?:\[\d+\]|\.(?:{PARTS}))*")  # what an error names a field by
 
 
@@ -70,6 +72,7 @@ class Answer:
         count = self._count(body, server.engine.num_slots)
         if self._asked.is_chat:
             prompts = [("prompt", "messages", chat_prompt(body, server.chat))]
+            self._set_parts(body, server, prompts[0][2])
         else:
             prompts = _prompts(body["prompt"])
         if count * len(prompts) > server.scheduler.most:
@@ -77,7 +80,7 @@ class Answer:
                           f"at most {server.scheduler.most}, which run and wait at once",
                           "send fewer at a time, or raise --queue-size")
         terms = Terms({new: old for old, new in RENAMED[self._path].items()}, drawn_seed(), self._asked.is_chat,
-                      has_text=True, has_echo=self._asked.echo)
+                      has_text=True, has_echo=self._asked.echo, has_marks=self._asked.reading is not None)
         for field, label, prompt in prompts:
             terms.labels |= {"prompt": label, "prompt_ids": label}
             request = reader.request({**values, field: prompt}, arrived, terms)
@@ -87,6 +90,16 @@ class Answer:
                 choice = request.choice(identity, number)
                 self.requests.append(choice)
                 self._choices[choice.id] = Choice(index, choice, prompt, self._asked)
+
+    def _set_parts(self, body, server, conversation):
+        """Sets how the answer to a Conversation is taken apart."""
+        if not server.chat:
+            return
+        check_possible(body.get("tool_choice"))
+        if server.reading.has_parts(conversation):
+            self._asked.reading = server.reading
+        if body.get("parallel_tool_calls") is False:
+            self._asked.most_calls = 1
 
     def _values(self, body):
         """Returns the fields that all requests have; null is a field left out."""

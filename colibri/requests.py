@@ -151,6 +151,7 @@ class Terms:
     fills_context: bool = False  # with an answer as long as there is room, and one that would be longer is cut
     has_text: bool = False       # also after a prompt of token numbers, where the model has text
     constraint: object = None    # the Constraint of the answer; None: the one that the fields ask for
+    has_marks: bool = False      # in the text: special tokens are marks of its parts, and hidden
     has_echo: bool = False       # of the prompt: the answer need not have a token
 
 
@@ -277,6 +278,8 @@ class Reader:
                           "give stop_token_ids")
         if request.used is not None and not skips_special:
             request.used = request.used.with_special()
+        elif request.used is not None and terms.has_marks:
+            request.used = request.used.with_marks()
 
     def _encode(self, identity, convert, prompt, name, count, constraint):
         """Returns (the prompt's tokens, how many may follow, the Grammar that these follow or None)."""

@@ -23,6 +23,7 @@ from colibri.engine import MAX_SLOTS, Engine
 from colibri.library import BACKENDS, DISPATCH
 from colibri.sampling import Sampler, check_sampler
 from colibri.text import Pieces, codec
+from colibri.tool_formats import FORMATS
 from colibri.weights import most_threads
 
 USAGE = """python -m colibri.run --model FILE [options]
@@ -120,6 +121,8 @@ def _add_text_options(add):
     add("--score", metavar="FILE|-", help="a text whose tokens' natural log-probabilities are added up; - for stdin")
     add("--chat", action="store_true", default=None, help="a conversation: lines of the terminal, or of stdin")
     add("--system", metavar="TEXT", help="what a conversation begins with: who the model is, how it answers")
+    add("--tool-format", type=choice(FORMATS), metavar="|".join(FORMATS),
+        help="how the model writes calls of tools, with --chat or --http (default: as its chat template has it)")
     add("--temperature", type=number(), metavar="X",
         help="0 is greedy (default: as the model's authors set it, else 0)")
     add("--top-k", type=integer(-1), metavar="N", help="draw from the N likeliest; 0 or -1: all")
@@ -165,6 +168,7 @@ def _check_kind(options):
               "score": "without --score", "stack": "without --input", "serve": "without --serve and --http"}
     for names, place in ((foreign[options.kind], places[options.kind]),
                          (CHAT_OPTIONS if options.kind not in ("chat", "serve") else (), "with --chat"),
+                         (("tool_format",) if options.kind not in ("chat", "serve") else (), "with --chat or --http"),
                          (serve.OPTIONS if options.kind != "serve" else (), "with --serve or --http")):
         for name in names:
             if getattr(options, name) not in (None, False):

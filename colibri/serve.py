@@ -43,7 +43,7 @@ def check_options(options):
     if options.http is not None:
         split("--http", options.http)
         import colibri.http  # noqa: F401 - that what it needs is installed
-    for name in ("api_key_file", "cors"):
+    for name in ("api_key_file", "cors", "tool_format"):
         if getattr(options, name) is not None and options.http is None:
             raise ColibriError(f"--{name.replace('_', '-')}", "given", "only with --http", "leave it out")
     for origin in options.cors or ():

@@ -19,6 +19,7 @@ from colibri.intake import Intake
 from colibri.listen import Listener, activated, number_of_files, split
 from colibri.log import MESSAGE, PROMPT, Log
 from colibri.metrics import Metrics, inspect
+from colibri.reading import Reading
 from colibri.refused import CODES, Refused
 from colibri.requests import FINISHES, Reader
 from colibri.scheduler import Scheduler
@@ -43,6 +44,7 @@ class Server:
         settings = engine.checkpoint.settings
         has_chat = options.http is not None and settings.chat_templates
         self.chat = Chat(settings, engine.checkpoint.path) if has_chat else None
+        self.reading = Reading(settings.chat_templates, options.tool_format)
         self.metrics = Metrics(FINISHES, CODES)
         self.access = Access(options.keys, options.cors, options.http and split("--http", options.http)[0])
         self.max_connections = max(1, min(MAX_CONNECTIONS, (number_of_files() - SPARE_FILES) // 2))

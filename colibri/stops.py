@@ -10,21 +10,25 @@ class Stops:
     longest. What may be the beginning of one is held back until that is known. Where tokens end changes nothing, except
     that the text of the first min_tokens tokens completes no stop string.
 
-    is_stopped: one was found. starts: of each token, where its text begins in the text of all
+    is_stopped: one was found. starts: of each token, where its text begins in the text of all. hidden: [(begin, end)]
+    of the tokens' text that used.hidden are
     """
 
     def __init__(self, used, prompt, strings=(), is_included=False, min_tokens=0):
         """used: the Codec. prompt: tokens. is_included: the text ends after the stop string, not before."""
-        self._pieces, self._is_included, self._min_tokens = Pieces(used, prompt), is_included, min_tokens
+        self._used, self._pieces = used, Pieces(used, prompt)
+        self._is_included, self._min_tokens = is_included, min_tokens
         self._strings = [(string, _borders(string), [0]) for string in strings]  # [how much of it the text ends with]
         self._held, self._length = "", 0
-        self.is_stopped, self.starts = False, []
+        self.is_stopped, self.starts, self.hidden = False, [], []
 
     def add(self, token):
         """Returns the text that can be told now that a token is there."""
         piece = self._pieces.add(token)
         self.starts.append(self._length)
         self._length += len(piece)
+        if token in self._used.hidden and piece:
+            self.hidden.append((self.starts[-1], self._length))
         return self._tell(piece) if self._strings else piece
 
     def start(self, index):

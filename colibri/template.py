@@ -176,7 +176,7 @@ class Forms:
         self.parts = shows([{"type": "text", "text": PROBE}], "'type'", '"type"')
         self.strings = shows(PROBE) or not self.parts
         text = calls({PROBE: 1})
-        self.objects = calls("{}") is None if text is None else f"'{PROBE}'" not in text
+        self.objects = calls("{}") is None or text is not None and f"'{PROBE}'" not in text
 
 
 def _with_object(call):

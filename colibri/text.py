@@ -32,6 +32,7 @@ class Codec:
     errors = "replace"  # how codecs read bytes that are no UTF-8
     is_continued = True  # by an answer: its text is read after the prompt's
     is_uniform = True  # a token has the same text wherever it stands within one
+    hidden = frozenset()  # tokens whose text is not for people
     longest = 1      # bytes of text that a token stands for at most
     most = math.inf  # tokens that are wanted at most
 
@@ -61,6 +62,10 @@ class Codec:
 
     def with_special(self):
         """Returns a Codec of the same for which special tokens have text."""
+        return self
+
+    def with_marks(self):
+        """Returns a Codec for which special tokens have text, and are hidden."""
         return self
 
     def name(self, token):
@@ -191,6 +196,15 @@ class Tokenizer(Codec):
         other._special, other._with_special = frozenset(), other
         other.data = functools.cache(other._data)
         return other
+
+    @functools.cached_property
+    def _with_marks(self):
+        other = copy.copy(self.with_special())
+        other.hidden, other._with_marks = self._special, other
+        return other
+
+    def with_marks(self):
+        return self._with_marks
 
     def _data(self, token):
         string = self._tokenizer.id_to_token(token)

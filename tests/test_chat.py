@@ -1,6 +1,7 @@
 """Chats with a model that has a template: over HTTP, in the terminal, and drawn as the model's authors set it."""
 
 import contextlib
+import functools
 import http.client
 import itertools
 import json
@@ -96,7 +97,7 @@ def chat(service, model, *messages, **fields):
     ([user()], {"tools": [{"type": "function", "function": {"name": "é"}}], "tool_choice": "auto"},
      ('<tools>[{"type": "function", "function": {"name": "é"}}]</tools><|im_start|>user\nIt is<|im_end|>'
       "<|im_start|>assistant\n")),
-    ([user()], {"tools": [{"type": "function"}], "tool_choice": "none"},
+    ([user()], {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
      "<|im_start|>user\nIt is<|im_end|><|im_start|>assistant\n"),
     ([user(), {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {
         "name": "f", "arguments": '{"a":1}'}}]}, {"role": "tool", "content": "the", "tool_call_id": "1"}],
@@ -132,6 +133,11 @@ def test_a_message_that_goes_on(service, model):
     assert answer["usage"]["prompt_tokens"] == len(tokens_of(model, f"{text}<|im_end|>"))
 
 
+def tool(name, parameters=None):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+NAMED = '{"type": "function", "function": {"name": ...}}'
 CALL = 'an object such as {"type": "function", "function": {"name": ...}}'
 
 
@@ -153,9 +159,32 @@ CALL = 'an object such as {"type": "function", "function": {"name": ...}}'
      "messages[0].tool_calls[0]"),
     ([user()], {"tools": {}}, "tools: an object, expected a list of objects", "tools"),
     ([user()], {"tools": [5]}, "tools[0]: 5, expected an object", "tools[0]"),
-    ([user()], {"tools": [{}], "tool_choice": "required"},
-     'tool_choice: "required", not supported, expected auto or none; leave it out',
-     "tool_choice"),
+    ([user()], {"tools": [{}]}, "tools[0].function: null, expected an object with a name", "tools[0].function"),
+    ([user()], {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, 'tools[0].type: "custom", expected function',
+     "tools[0].type"),
+    ([user()], {"tools": [tool("")]}, 'tools[0].function.name: "", expected a string of 1 to 64 characters',
+     "tools[0].function.name"),
+    ([user()], {"tools": [tool("f"), tool("f")]}, 'tools[1].function.name: "f" twice, expected a name of its own',
+     "tools[1].function.name"),
+    ([user()], {"tools": [tool("f", [])]}, "tools[0].function.parameters: a list, expected a JSON schema, an object",
+     "tools[0].function.parameters"),
+    ([user()], {"tools": [tool("f", functools.reduce(lambda inner, _: {"not": inner}, range(46), {}))]},
+     ("tools[0]: nested more deeply than 48 objects and lists, expected fewer; give names to parts of its schema in "
+      "$defs"),
+     "tools[0]"),
+    ([user()], {"tools": [tool(str(number)) for number in range(129)]}, "tools: 129 tools, expected at most 128",
+     "tools"),
+    ([user()], {"tools": [tool("f")], "tool_choice": "required"},
+     'tool_choice: "required", not supported, expected auto or none; leave it out', "tool_choice"),
+    ([user()], {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+     "tool_choice: an object, not supported, expected auto or none; leave it out", "tool_choice"),
+    ([user()], {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     'tool_choice.function.name: "g", expected the name of one of tools', "tool_choice.function.name"),
+    ([user()], {"tools": [tool("f")], "tool_choice": "any"},
+     f'tool_choice: "any", expected none, auto, required, or {NAMED}', "tool_choice"),
+    ([user()], {"tool_choice": "required"}, 'tool_choice: "required", expected tools; give some', "tool_choice"),
+    ([user(), {"role": "tool", "content": "x", "tool_call_id": 5}], {},
+     "messages[1].tool_call_id: 5, expected a string, the id of a tool call", "messages[1].tool_call_id"),
     ([user()], {"chat_template_kwargs": []}, "chat_template_kwargs: a list, expected an object of names and values",
      "chat_template_kwargs"),
     ([user()], {"chat_template_kwargs": {"messages": []}},

@@ -186,6 +186,7 @@ def test_content_in_the_form_that_a_template_takes(chat_of, text, content, expec
     (CALLS + " | tojson }}", '{"b":1,"a":"é"}', '{"b": 1, "a": "é"}'), (CALLS + " | tojson }}", "", "{}"),
     (CALLS + " | tojson }}", "{not", '"{not"'), (CALLS + " }}", '{"b":1}', '{"b":1}'),
     (CALLS + " + '!' }}", '{"b":1}', '{"b":1}!'), (CALLS + ".items() | list | length }}", '{"b":1}', "1"),
+    (CALLS + ".items() | list }}", '{"b":1}', "[('b', 1)]"),
     (CALLS + " | tojson }}", {"b": 1}, '{"b": 1}'), (CALLS + " | tojson }}", "[1]", '"[1]"'),
     ("{% for k, v in " + CALLS.removeprefix("{{ ") + " | items %}<{{ k }}>{{ v }}{% endfor %}", '{"b":1}', "<b>1")])
 def test_arguments_in_the_form_that_a_template_takes(chat_of, text, arguments, expected):

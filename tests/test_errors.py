@@ -90,6 +90,17 @@ a blank in a key: --model moe.bin --http :0 --api-key-file text.npy
     ASCII characters; correct it
 keys of lines: --model moe.bin --serve - --api-key-file x.npy
     --api-key-file: given, expected only with --http; leave it out
+tools of a model that has no template: --model moe.bin --http :0 --tool-format hermes
+    --tool-format: hermes, expected a model that has a chat template; leave it out
+tools of a conversation without a template: --model moe.bin --chat --tool-format glm
+    --tool-format: glm, expected a model that has a chat template; leave it out
+tools of lines: --model moe.bin --serve - --tool-format glm
+    --tool-format: given, expected only with --http; leave it out
+tools of a text run: --model moe.bin --prompt hello --tool-format glm
+    --tool-format: given, expected only with --chat or --http; leave it out
+unknown tool format: --model moe.bin --http :0 --tool-format xml
+    --tool-format: xml, expected one of harmony, deepseek, deepseek-v3.1, glm, qwen-xml, mistral-args, mistral, hermes,
+    llama
 origin with a path: --model moe.bin --http :0 --cors http://localhost:3000/
     --cors: http://localhost:3000/, expected * or an origin such as http://localhost:3000, without a path; correct it
 context of a server: --model moe.bin --serve - --context 513
