@@ -212,8 +212,7 @@ class Parts:
                 self._take(self._scan.text.index(MESSAGE, self._at) + len(MESSAGE))
             if name is None or not (yield from self._function(name)):
                 yield from self._body(kind or CONTENT)
-            self._trim()
-            if self._scan.is_over and not self._scan.text:
+            if self._scan.is_over and self._at == len(self._scan.text):
                 return
 
     def _header(self):

@@ -21,10 +21,14 @@ class Reading:
         """Returns the format in which the model calls tools, or None."""
         return self._form or format_of(self._template(has_tools))
 
-    def thought(self, has_tools=False):
-        """Returns the texts around what the model thinks before it answers, or None."""
-        text = self._template(has_tools)
-        return next((pair for pair in THOUGHTS if any(mark in text for mark in pair)), None)
+    def thought(self, conversation):
+        """Returns (begin, end, whether the prompt has the begin) of what the model thinks before it answers, or None.
+
+        What the prompt has is known once the Conversation has been rendered.
+        """
+        text = self._template(conversation.tools is not None)
+        pair = next((pair for pair in THOUGHTS if any(mark in text for mark in pair)), None)
+        return None if pair is None else (*pair, _is_within(conversation, *pair))
 
     def _template(self, has_tools):
         name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
@@ -34,15 +38,14 @@ class Reading:
         """Returns whether the answer to a Conversation may have parts."""
         has_tools = conversation.tools is not None
         form = self.form(has_tools)
-        return form == HARMONY or has_tools and form is not None or self.thought(has_tools) is not None
+        return form == HARMONY or has_tools and form is not None or self.thought(conversation) is not None
 
     def parts(self, conversation, most=math.inf):
         """Returns the Parts of an answer to a Conversation that has been rendered. most: calls that it may have"""
-        has_tools = conversation.tools is not None
-        form = self.form(has_tools)
-        thought = self.thought(has_tools) if form != HARMONY else None
+        form = self.form(conversation.tools is not None)
+        thought = self.thought(conversation) if form != HARMONY else None
         tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in conversation.tools or ()}
-        return Parts(form, tools, thought, thought is not None and _is_within(conversation, *thought), most)
+        return Parts(form, tools, thought and thought[:2], thought is not None and thought[2], most)
 
 
 def _is_within(conversation, begin, end):

@@ -1,6 +1,7 @@
 """Text that comes in pieces, read by generators, which wait where what they look for may still come."""
 
 import json
+import math
 import re
 
 MAX_DEPTH = 100  # of lists and objects within each other in an answer's JSON
@@ -21,6 +22,7 @@ class Scan:
 
     def __init__(self):
         self.text, self.is_over = "", False
+        self._missing = {}  # {words: where none of them stands any more}, once the text is over
 
     def more(self):
         """Waits for more text. Raises Malformed where none comes."""
@@ -52,14 +54,18 @@ class Scan:
     def until(self, at, words, most=None):
         """Returns (where one of some words stands next, that word). most: characters before it"""
         pattern, longest, start = re.compile("|".join(map(re.escape, words))), max(map(len, words)), at
-        while True:
-            found = pattern.search(self.text, start)
-            if found and (most is None or found.start() - at <= most):
+        most = math.inf if most is None else most
+        while at < self._missing.get(words, math.inf):
+            found = pattern.search(self.text, start, min(len(self.text), at + most + longest))
+            if found and found.start() - at <= most:
                 return found.start(), found[0]
-            if found or most is not None and len(self.text) - at >= most + longest:
+            if found or len(self.text) - at >= most + longest:
                 raise Malformed
+            if self.is_over:
+                self._missing[words] = at
             start = max(at, len(self.text) - longest + 1)
             yield from self.more()
+        raise Malformed
 
     def object(self, at, depth=0):
         """Returns (where a JSON object ends, {name: (begin, end) of its value}). Each name stands there once."""

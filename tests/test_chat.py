@@ -371,6 +371,18 @@ def test_a_terminal(model):
     assert status == 0 and "P99 latency: " in text
 
 
+def test_reasoning_in_a_terminal(tmp_path):
+    """In dim letters, before the answer."""
+    begin = "{% if add_generation_prompt %}<think>\n{% endif %}"
+    terminal = Terminal(made(tmp_path / "thinks", "{# </think> #}" + TURNS + begin))
+    terminal.wait_for("> ")
+    terminal.type("It is\n")
+    terminal.wait_for(f"\x1b[2m{ANSWER.lstrip()}\x1b[0m\r\n")
+    terminal.wait_for("> ")
+    terminal.type("\4")
+    assert terminal.rest()[1] == 0
+
+
 def test_ctrl_c_ends_an_answer(moe_32):
     """The next message is answered. Where no answer runs, it ends the program."""
     slow = SLOW.replace("Engine.advance, Engine.stack = ",
