@@ -1,7 +1,7 @@
 """Turns the text of native/*.h into numpy dtypes, integers, tables and ctypes signatures.
 
 The headers are the only definition of the file format and of the library's interface, so nothing here is retyped.
-The reader asks for what the headers promise: one field, #define or declaration a line, no padding in a struct.
+The reader asks for what the headers promise: one field or #define a line, no padding in a struct.
 """
 
 import ast
@@ -70,7 +70,7 @@ class Headers:
         for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\n\} \1;", text, re.DOTALL):
             fields = [field for line in body.split("\n") for field in self._fields(line)]
             self.structs[name] = np.dtype(fields, align=True)
-        declarations = re.findall(r"^(\w[\w ]*\*?) ?(colibri_\w+)\((.*)\);", text, re.MULTILINE)
+        declarations = re.findall(r"^(\w[\w ]*\*?) ?(colibri_\w+)\(([^()]*)\);", text, re.MULTILINE)
         self.functions = {name: _function(kind, arguments) for kind, name, arguments in declarations}
 
     def codes(self, prefix):
