@@ -19,8 +19,9 @@ from colibri.arrays import check_output, check_regular, check_rows, read_array, 
 from colibri.capacity import MAX_CONTEXT
 from colibri.checkpoint import Checkpoint
 from colibri.dialogue import Dialogue
-from colibri.engine import MAX_SLOTS, Engine
+from colibri.engine import Engine
 from colibri.library import BACKENDS, DISPATCH
+from colibri.opened import MAX_SLOTS
 from colibri.sampling import Sampler, check_sampler
 from colibri.text import Pieces, codec
 from colibri.tool_formats import FORMATS
