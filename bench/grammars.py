@@ -1,8 +1,8 @@
 """Measures what answers that follow grammars cost, as CSV on stdout: python -m bench.grammars
 
-`mask` rows: the CPU time in which the mask of a token is computed, beside the step, for a vocabulary of random words, of
-which those allowed are drawn evenly. `beside` rows: the time between two tokens of 4 streams, as their clients see it,
-beside 8 requests with a schema, and beside 8 that ask for nothing; the medians of several rounds.
+`mask` rows: the CPU time in which the mask of a token is computed, beside the step, for a vocabulary of random words,
+of which those allowed are drawn evenly. `beside` rows: the time between two tokens of 4 streams, as their clients see
+it, beside 8 requests with a schema, and beside 8 that ask for nothing; the medians of several rounds.
 """
 
 import csv

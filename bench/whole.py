@@ -1,4 +1,6 @@
-"""Measures how the host decodes whole models of random weights, as CSV on stdout: python -m bench.whole --shapes mixtral
+"""Measures how the host decodes whole models of random weights, as CSV on stdout.
+
+    python -m bench.whole --shapes mixtral
 
 Each model is written to --folder, which must have the room, and is removed at the end. A round is a sequence of random
 tokens. Its bytes are those of weights that a token touches. It is compared with the rate at which a plain sum reads the

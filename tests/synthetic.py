@@ -69,7 +69,8 @@ def _random(tensor, shape, generator):
     if tensor.name == "rope_frequencies":
         return reference.frequencies(shape["rotary_dim"], shape["rope_theta"])
     if tensor.name == "rope_long_frequencies":
-        return reference.frequencies(shape["rotary_dim"], shape["rope_theta"]) / generator.uniform(1, 8, count).astype("f")
+        return reference.frequencies(shape["rotary_dim"], shape["rope_theta"]) / generator.uniform(1, 8,
+                                                                                                   count).astype("f")
     if len(tensor.shape) == 1:
         return 1 + generator.standard_normal(count, dtype=np.float32) / 4
     values = generator.standard_normal(count, dtype=np.float32) / np.float32(np.sqrt(tensor.shape[-1]))

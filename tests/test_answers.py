@@ -1,4 +1,4 @@
-"""Text in and out of a model of words and bytes: the same from colibri.run, over lines and over HTTP, streamed or not."""
+"""Text in and out of a model of words and bytes: the same from colibri.run, over lines and HTTP, streamed or not."""
 
 import itertools
 import json
@@ -37,7 +37,8 @@ def model(tmp_path_factory):
     converted = program("converter", folder, path)
     assert converted.returncode == 0, converted.stderr
     assert converted.stderr.decode().replace(f"{folder}/", "") == (
-        f"tokenizer.json: tokens beyond vocab_size={size}: 1, the first is '<image>', {size}; a prompt that holds one is "
+        f"tokenizer.json: tokens beyond vocab_size={size}: 1, the first is '<image>', {size}; a prompt that holds "
+        f"one is "
         "refused\n")
     return path
 
@@ -92,13 +93,15 @@ def test_http(service, model, count, text):
 
 def test_special_tokens_as_asked(service, model):
     def count(path="/v1/completions", **fields):
-        status, answer = complete(service, path, model, **(fields if "messages" in fields else {"prompt": PROMPT, **fields}))
+        status, answer = complete(service, path, model, **(fields if "messages" in fields else {"prompt": PROMPT,
+                                                                                                **fields}))
         return status, answer["usage"]["prompt_tokens"]
     assert count() == count(add_special_tokens=True) == count(add_special_tokens=None) == (200, 3)
     assert count(add_special_tokens=False) == (200, 2)
     chat = {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": PROMPT}]}
     status, tokens = count(**chat)
-    assert (status, tokens) == count(**chat, add_special_tokens=True) == (200, count(**chat, add_special_tokens=False)[1] + 1)
+    assert (status, tokens) == count(**chat, add_special_tokens=True) == (200, count(**chat,
+                                                                                     add_special_tokens=False)[1] + 1)
     status, answer = complete(service, "/v1/completions", model, prompt=PROMPT, add_special_tokens="no")
     assert (status, answer["error"]["message"]) == (400, 'add_special_tokens: "no", expected true or false')
     with service.client() as client:

@@ -25,8 +25,8 @@ def test_no_compiler(place):
     write_model("new.bin", ffn=1000 + os.getpid() % 1000)
     environment = {"PATH": "/nonexistent"}
     line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place, environment=environment))
-    assert line == ("make: not on PATH, expected it to build libraries; install it with apt install gcc libc6-dev make, "
-                    "or set COLIBRI_LIBRARY to a library built elsewhere")
+    assert line == ("make: not on PATH, expected it to build libraries; install it with apt install gcc libc6-dev "
+                    "make, or set COLIBRI_LIBRARY to a library built elsewhere")
     os.mkdir("bin")
     os.symlink(shutil.which("make"), "bin/make")
     line = line_of(program("colibri.run", "--model", "new.bin", *PROMPT, cwd=place,
@@ -79,7 +79,8 @@ def test_wrong_defines(place):
                           ("MAX_BATCH=64", "MAX_BATCH=64, expected -DNAME=VALUE; write DEFINES=-DMAX_BATCH=64"),
                           ("-DMAX_BATHC=64",
                            f"-DMAX_BATHC=64, expected -DNAME=VALUE with a NAME of {NAMES}; correct it"),
-                          *((f"-DWINDOW_PIECE={value}", (f"-DWINDOW_PIECE={value}, expected a number of 1 to 99999999, in "
+                          *((f"-DWINDOW_PIECE={value}", (f"-DWINDOW_PIECE={value}, expected a number of 1 to "
+                                                         f"99999999, in "
                                                          "digits without a 0 before them; correct it"))
                             for value in (*NO_NUMBERS, 0, 10**8)),
                           ("-DMAX_BATCH=4 -DMAX_BATCH=5",
@@ -100,7 +101,8 @@ def test_a_limit_of_the_build_says_so():
     number = "expected a number of 1 to 99999999, in digits without a 0 before them; correct it"
     archs = "expected one of host sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
     for arguments, line in ((["DEFINES=-DHIDDEN=0"], "native/config.h: expected hidden >= 1"),
-                            (["DEFINES=-DMAX_BATCH=513"], "native/config.h: expected 1 <= MAX_BATCH <= MAX_STEP_TOKENS"),
+                            (["DEFINES=-DMAX_BATCH=513"], ("native/config.h: expected 1 <= MAX_BATCH <= "
+                                                          "MAX_STEP_TOKENS")),
                             *(([f"ARCH={arch}"], f"*** ARCH={arch}: {archs}.  Stop.\n")
                               for arch in ("sm_70", "", "sm_90 ", "host sm_90")),
                             *(([f"DEFINES=-DWINDOW_PIECE=100 {wrong}"], f"*** DEFINES: {wrong}, {rule}.  Stop.\n")
@@ -134,7 +136,8 @@ def test_library_of_other_headers(place):
     assert data.count(headers.digest().encode()) == 1
     write("old.so", data.replace(headers.digest().encode(), b"0123456789ab"))
     run = program("colibri.run", "--model", "moe.bin", *PROMPT, cwd=place, environment={"COLIBRI_LIBRARY": "old.so"})
-    assert line_of(run) == (f"old.so: of headers 0123456789ab, expected {headers.digest()}, which are in native/; build it "
+    assert line_of(run) == (f"old.so: of headers 0123456789ab, expected {headers.digest()}, which are in native/; "
+                            f"build it "
                             "with make")
 
 
@@ -157,5 +160,6 @@ def test_model_with_a_space_in_its_name(place):
     model = write_model(place / "o' model.bin", ffn=2000 + os.getpid() % 1000)
     text = " ".join(program("colibri.run", "--doctor", "--model", "o' model.bin", cwd=place).stdout.decode().split())
     assert """ make MODEL='o'"'"' model.bin'""" in text
-    made = subprocess.run(["make", "-nB", f"MODEL={model}", PYTHON], cwd=ROOT, capture_output=True, text=True, check=False)
+    made = subprocess.run(["make", "-nB", f"MODEL={model}", PYTHON], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
     assert made.returncode == 0 and f"-DFFN={2000 + os.getpid() % 1000} " in made.stdout

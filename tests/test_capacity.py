@@ -67,7 +67,8 @@ def test_a_context_that_does_not_fit_is_refused():
     for wrong in (0, -1, 1.5, "512"):
         with pytest.raises(ColibriError, match="context: "):
             chosen(0, wrong, 100)
-    with pytest.raises(ColibriError, match="--context: 5, expected only for a model with attention; model.bin is a bare"):
+    with pytest.raises(ColibriError, match="--context: 5, expected only for a model with attention; model.bin is a "
+                                           "bare"):
         chosen(0, 5, 100, num_heads=0)
 
 

@@ -89,8 +89,8 @@ def test_special_tokens(settings_of, files, tokens):
     ({"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0}, {"temperature": 1, "top_p": 1, "top_k": 0}, []),
     ({"do_sample": True, "temperature": 0, "top_k": None}, {"temperature": 0}, []),
     ({"temperature": 0.6, "top_p": 0.9}, {},
-     [("generation_config.json: temperature=0.6 without do_sample=true; the model's text is greedy unless a request says "
-       "otherwise")])])
+     [("generation_config.json: temperature=0.6 without do_sample=true; the model's text is greedy unless a request "
+       "says otherwise")])])
 def test_sampling(settings_of, values, sampling, warnings):
     settings, said = settings_of(**{"generation_config.json": values})
     assert (settings.sampling, settings.chat_templates, said) == (sampling, {}, warnings)

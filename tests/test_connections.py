@@ -209,6 +209,7 @@ def test_stdin_that_cannot_be_read(moe_32, tmp_path):
     """A file that is open for writing alone."""
     with open(tmp_path / "requests", "wb") as file:
         ended = subprocess.run([sys.executable, "-m", "colibri.run", "--backend", "host", "--model", str(moe_32),
-                                "--serve", "-"], cwd=ROOT, stdin=file, capture_output=True, timeout=TIMEOUT, check=False)
+                                "--serve", "-"], cwd=ROOT, stdin=file, capture_output=True, timeout=TIMEOUT,
+                                check=False)
     assert (ended.returncode, ended.stdout) == (2, b"") and ended.stderr.decode().splitlines()[1:] == [
         "stdin: Bad file descriptor, expected requests there; give it a file or a pipe"]

@@ -149,7 +149,8 @@ def write_typed(path, arrays, codes):
 
 def test_fp8_of_a_model_in_other_floats(capfd, tmp_path):
     """fp8 stays, unless other experts are not; one product, rounded once, in a --dtype; scales in bf16, f16 and f32."""
-    arrays, products, codes = mixtral_arrays(dtype=np.float32), {}, {"f4": "F32", "f2": "F16", "u2": "BF16", "u1": "F8_E4M3"}
+    arrays, products, codes = mixtral_arrays(dtype=np.float32), {}, {"f4": "F32", "f2": "F16", "u2": "BF16",
+                                                                     "u1": "F8_E4M3"}
     generator = np.random.default_rng(8)
     for i, name in enumerate([name for name in arrays if "experts" in name]):
         bits, kind = generator.integers(0, 0x7F, arrays[name].shape).astype("u1"), ("u2", "f2", "f4")[i % 3]
@@ -258,7 +259,8 @@ def test_version_1_inputs_that_cannot_be(capfd, tmp_path, flags, cause):
     (["--dtype", "int3"], "--dtype: int3, expected one of keep, int4, int8, fp8, f16, bf16, f32"),
     (["--group", "16"], "--group: 16, expected one of 32, 64, 128"),
     (["--group", "32", "--dtype", "fp8"], "--group: 32, expected only with matrices in int4 or int8; drop it"),
-    (["--format", "v1", "--layer", "0", "--expert-dtype", "int8"], "--expert-dtype: int8, expected none with --format v1"),
+    (["--format", "v1", "--layer", "0", "--expert-dtype", "int8"], ("--expert-dtype: int8, expected none with "
+                                                                   "--format v1")),
     (["--hidden", "64"], "only for a version 1"),
     (["--activation", "tanh"], "--activation: activation=tanh, expected one of silu, gelu, relu"),
     (["--colour"], "--colour: unknown option, expected one that --help lists"),

@@ -10,7 +10,8 @@ pytestmark = pytest.mark.gpu
 
 ORIGINAL, CONTEXT = 100, 320
 # All experts are chosen: a token for which rounding chose another would change all tokens that see it.
-BASE = {**DENSE, "hidden": 128, "ffn": 96, "num_layers": 3, "max_positions": CONTEXT, "router_kind": 1, "num_experts": 4,
+BASE = {**DENSE, "hidden": 128, "ffn": 96, "num_layers": 3, "max_positions": CONTEXT, "router_kind": 1,
+        "num_experts": 4,
         "k": 4, "rope_original_positions": ORIGINAL}
 MODELS = {"longrope": {**BASE, "rope_kind": 2, "rope_attention_factor": 1.25, "rope_long_attention_factor": 1.5},
           "dynamic": {**BASE, "rope_kind": 3, "rope_dynamic_factor": 4.0, "weight_dtype": 2},

@@ -51,7 +51,8 @@ def fails(error):
     (Driver((7, 5), cuDeviceGetName=lambda *_: (Status.CUDA_SUCCESS, b"caf\xe9\0")),
      ("GPU: caf\ufffd of compute capability 7.5, expected one of 8.0, 8.6, 8.9, 9.0, 10.0, 12.0; run with --backend "
       "host")),
-], ids=["no driver", "no library of a driver", "new status of cuInit", "new status", "no GPU", "broken driver", "old GPU"])
+], ids=["no driver", "no library of a driver", "new status of cuInit", "new status", "no GPU", "broken driver", ("old "
+                                                                                                                "GPU")])
 def test_each_lack_has_its_line(use, driver, line):
     use(driver)
     with pytest.raises(ColibriError) as error:
@@ -123,7 +124,8 @@ def test_status_that_is_newer_than_cuda_python(use, name):
     memory = memory_of(Driver(**{
         "cuStreamBeginCapture": lambda *_: (ok,), "cuStreamEndCapture": lambda _: (ok, 7),
         "cuGraphGetNodes": lambda *_: (ok, None, 3), "cuGraphInstantiate": lambda *_: (ok, 8),
-        "cuGraphDestroy": lambda _: (ok,), "cuGraphLaunch": lambda *_: (ok,), name: fails(ValueError("999999 is not a valid CUresult"))}), use)
+        "cuGraphDestroy": lambda _: (ok,), "cuGraphLaunch": lambda *_: (ok,),
+        name: fails(ValueError("999999 is not a valid CUresult"))}), use)
     with pytest.raises(ColibriError, match=f"^GPU: {name}: 999999 is not a valid CUresult, expected CUDA_SUCCESS; "):
         memory.launcher.capture(lambda: None).launch()
         memory.sync()
@@ -252,7 +254,8 @@ def test_context_is_given_back_where_the_library_does_not_fit(use, monkeypatch, 
 def test_context_that_cannot_be_had(use, monkeypatch, moe_32):
     use(Driver(cuDevicePrimaryCtxRetain=lambda _: (Status.CUDA_ERROR_OUT_OF_MEMORY, None)))
     monkeypatch.setattr(libraries, "GPU_NODES", ("/",))
-    line = "GPU: cuDevicePrimaryCtxRetain=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; see python -m colibri.run --doctor"
+    line = ("GPU: cuDevicePrimaryCtxRetain=CUDA_ERROR_OUT_OF_MEMORY, expected CUDA_SUCCESS; "
+            "see python -m colibri.run --doctor")
     with engine.Engine(moe_32) as opened:
         assert opened.path.startswith("host") and opened.why_host == line
     with pytest.raises(ColibriError) as error:

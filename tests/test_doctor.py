@@ -26,7 +26,8 @@ def test_doctor_needs_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("script, said", [
-    ("#!/bin/sh\nprintf '\\377\\376'", "status 0, without a version"), ("#!/bin/sh\nexit 3", "status 3, without a version"),
+    ("#!/bin/sh\nprintf '\\377\\376'", "status 0, without a version"), ("#!/bin/sh\nexit 3", ("status 3, without a "
+                                                                                             "version")),
     ("#!/nonexistent", "No such file or directory"), ("garbage", "Exec format error"),
     ("#!/bin/sh\nexec sleep 1000", "silent for 0.2 s")])
 def test_doctor_with_an_nvcc_that_is_none(tmp_path, monkeypatch, script, said):
@@ -64,7 +65,8 @@ def test_doctor_says_which_models_have_their_library(tmp_path, moe_32):
            r"make MODEL=a-model-with-a-long-name.bin does$")
     assert all(re.search(line, text, re.MULTILINE) for line in (ready, broken, new))
     others = {*(ROOT / "build").glob("*/libcolibri.so")} - {Path(build.library_path(Checkpoint(moe_32)))}
-    line = rf"^libraries +{len(others)} more in build/, of other models, options or sources; make clean removes all there$"
+    line = (rf"^libraries +{len(others)} more in build/, of other models, options or sources; "
+            "make clean removes all there$")
     assert bool(re.search(line, text, re.MULTILINE)) == bool(others)
 
 
@@ -91,7 +93,8 @@ def test_doctor_ends_with_what_is_needed(tmp_path, moe_32):
     run = program("colibri.run", "--doctor", cwd=tmp_path)
     assert run.returncode == 0 and b"needed" not in run.stdout
     other = build.library_path(Checkpoint(write_model(tmp_path / "other.bin", STACK)))
-    run = program("colibri.run", "--doctor", "--model", "whole.bin", cwd=tmp_path, environment={"COLIBRI_LIBRARY": other})
+    run = program("colibri.run", "--doctor", "--model", "whole.bin", cwd=tmp_path,
+                  environment={"COLIBRI_LIBRARY": other})
     text = " ".join(run.stdout.decode().split())
     assert run.returncode == 2 and text.count("needed: ") == 1 and "whole.bin needed: " in text
 

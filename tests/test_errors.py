@@ -287,13 +287,14 @@ def test_closed_full_and_endless_streams(place, options, redirection, message):
 
 def test_prompts_that_the_models_tokenizer_does_not_take(place):
     """Before a library is built."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{number}": number for number in range(4)}, unk_token="?"))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{number}": number for number in range(4)},
+                                                             unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     text_models.chain(place / "words", {}, 3, tokenizer=words.to_str())
     assert program("converter", "words", "words.bin", "--force", cwd=place).returncode == 0
     for prompt, line in ((b"w1 w3", "--prompt: token 'w3' is 3, expected 0 to 2, which the model has; leave it out"),
-                         (b"w1 x", ("--prompt: WordLevel error: Missing [UNK] token from the vocabulary, expected text that "
-                                    "the model's tokenizer takes; change it")),
+                         (b"w1 x", ("--prompt: WordLevel error: Missing [UNK] token from the vocabulary, expected "
+                                    "text that the model's tokenizer takes; change it")),
                          (b"w1 \xff", "--prompt: not UTF-8, expected text; convert it first")):
         write("prompt.txt", prompt)
         run = program("colibri.run", "--model", "words.bin", "--no-build", "--prompt", "@prompt.txt", cwd=place)
@@ -303,20 +304,21 @@ def test_prompts_that_the_models_tokenizer_does_not_take(place):
 # A folder of tests/data/quantized, what is changed in its quantization_config, options, and the line that it ends with.
 FEW_BITS = [
     ("gptq4", {"bits": 3}, [],
-     ("gptq4/config.json: quantization_config.bits=3, expected 4 or 8; correct the config, or it asks for what Colibri does "
-      "not compute")),
+     ("gptq4/config.json: quantization_config.bits=3, expected 4 or 8; correct the config, or it asks for what "
+      "Colibri does not compute")),
     ("gptq4", {"quant_method": "bitsandbytes"}, [],
-     ('gptq4/config.json: quantization_config.quant_method="bitsandbytes", expected "fp8" or "mxfp4" or "gptq" or "awq" or '
-      '"compressed-tensors"; correct the config, or it asks for what Colibri does not compute')),
+     ('gptq4/config.json: quantization_config.quant_method="bitsandbytes", expected "fp8" or "mxfp4" or "gptq" or '
+      '"awq" or "compressed-tensors"; correct the config, or it asks for what Colibri does not compute')),
     ("gptq4", {"group_size": 64}, [],
-     ("gptq4: model.layers.0.block_sparse_moe.experts.0.w1.qweight: 2 groups for 64 columns, expected group_size=64; the "
-      "checkpoint and its config disagree")),
+     ("gptq4: model.layers.0.block_sparse_moe.experts.0.w1.qweight: 2 groups for 64 columns, expected group_size=64; "
+      "the checkpoint and its config disagree")),
     ("awq", {"version": "gemv"}, [],
-     ('awq/config.json: quantization_config.version="gemv", expected "gemm" or "GEMM"; correct the config, or it asks for '
+     ('awq/config.json: quantization_config.version="gemv", expected "gemm" or "GEMM"; correct the config, or it '
+      'asks for '
       "what Colibri does not compute")),
     ("awq", {}, ["--group", "64"],
-     ("awq: model.layers.0.mlp.experts.0.gate_proj.qweight: int4 in groups of 32 columns, expected a multiple of 64, or a "
-      "whole row; leave --group out")),
+     ("awq: model.layers.0.mlp.experts.0.gate_proj.qweight: int4 in groups of 32 columns, expected a multiple of 64, "
+      "or a whole row; leave --group out")),
     ("fp8", {}, ["--group", "64", "--dtype", "f16"],
      "--group: 64, expected only with matrices in int4 or int8; drop it"),
     ("fp8", {}, ["--format", "v1", "--layer", "1", "--group", "64"],
@@ -360,13 +362,15 @@ sys.exit(COMMAND)
      r"the system to allow it; check permissions, space and limits \(ulimit -a\)"),
     ("converter", "inputs", "is_input", "converter.main()", ["models/moe-32.pt", "moe.bin", "--force"],
      r"converter/__main__.py:\d+", r"the system to allow it; check permissions, space and limits \(ulimit -a\)")])
-def test_an_error_of_the_system_is_not_one_of_stdout(place, named, package, module, name, command, options, where, rule):
+def test_an_error_of_the_system_is_not_one_of_stdout(place, named, package, module, name, command, options, where,
+                                                     rule):
     script = PATCHED
     for what, value in (("PACKAGE", package), ("MODULE", module), ("NAME", name), ("COMMAND", command),
                         ("ARGUMENT", ", 'some/file'" if named else "")):
         script = script.replace(what, value)
     options = [str(ROOT / option) if option.startswith("models/") else option for option in options]
-    run = subprocess.run([sys.executable, "-c", script, *options], cwd=place, check=False, capture_output=True, text=True,
+    run = subprocess.run([sys.executable, "-c", script, *options], cwd=place, check=False, capture_output=True,
+                         text=True,
                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (run.returncode, run.stdout) == (2, "")
     if named:
@@ -384,6 +388,6 @@ def test_too_few_open_files_for_a_service(place):
         run = subprocess.run([*command, *options], cwd=place, check=False, capture_output=True, text=True, timeout=60,
                              stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
         assert (run.returncode, run.stdout) == (2, "")
-        assert re.fullmatch(form.replace("{}", r"colibri/serve.py:\d+: Too many open files, expected the system to allow "
-                                               r"it; check permissions, space and limits \(ulimit -a\)") + "\n",
+        assert re.fullmatch(form.replace("{}", r"colibri/serve.py:\d+: Too many open files, expected the system to "
+                                               r"allow it; check permissions, space and limits \(ulimit -a\)") + "\n",
                             run.stderr), run.stderr

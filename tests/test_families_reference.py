@@ -78,7 +78,8 @@ def test_every_tensor_is_needed(name):
 REFUSED = [
     ("mixtral", {"model_type": "bert"}, "model_type=bert, expected one of mixtral, olmoe"),
     ("mixtral", {"hidden_act": "gelu_new"}, "hidden_act"),
-    ("mixtral", {"rope_parameters": {"type": "longrope", "short_factor": [1.0]}}, "original_max_position_embeddings is not"),
+    ("mixtral", {"rope_parameters": {"type": "longrope", "short_factor": [1.0]}}, ("original_max_position_embeddings "
+                                                                                  "is not")),
     ("mixtral", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "as in rope_scaling"),
     ("mixtral", {"rope_parameters": {"rope_theta": 1e4, "full_attention": {}}}, "full_attention"),
     ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -221,16 +221,17 @@ def test_weights_that_hold_nan(tmp_path):
 @pytest.mark.parametrize("number", range(8))
 def test_no_thread_for_the_service(moe_32, number):
     """One line, wherever the process's limit is met; seven threads are enough to serve stdin and to end."""
-    script = ("import sys, threading\nfrom colibri import run\nstart, left = threading.Thread.start, [int(sys.argv.pop(1))]\n"
-              "def limited(thread):\n    left[0] -= 1\n    if left[0] < 0:\n"
+    script = ("import sys, threading\nfrom colibri import run\nstart, left = threading.Thread.start, "
+              "[int(sys.argv.pop(1))]\ndef limited(thread):\n    left[0] -= 1\n    if left[0] < 0:\n"
               "        raise RuntimeError(\"can't start new thread\")\n    start(thread)\n"
               "threading.Thread.start = limited\nsys.exit(run.command())\n")
-    run = subprocess.run([sys.executable, "-c", script, str(number), "--model", str(moe_32), "--backend", "host", "--serve",
+    run = subprocess.run([sys.executable, "-c", script, str(number), "--model", str(moe_32), "--backend", "host",
+                          "--serve",
                           "-"], input=b'{"id": 1, "prompt": "It was", "max_new_tokens": 4}\n', cwd=ROOT, check=False,
                          capture_output=True, timeout=60)
     if number == 7:
         assert run.returncode == 0 and b'"finish_reason": "length"' in run.stdout
         return
     assert run.returncode == 2 and run.stdout == b""
-    assert run.stderr == (b"service: no thread to start, expected a few; raise the limits of processes and memory (ulimit -u "
-                          b"and -v)\n")
+    assert run.stderr == (b"service: no thread to start, expected a few; raise the limits of processes and memory "
+                          b"(ulimit -u and -v)\n")

@@ -202,7 +202,8 @@ def test_safetensors_and_pickles_of_two_models(capfd, tmp_path, change, where):
     write_whole(folder, FORMATS["safetensors"], NEW)
     write_whole(folder, FORMATS["bin"], change(NEW))
     assert refusal(capfd, folder, tmp_path / "a.bin") == (
-        f"{folder}: model.safetensors and pytorch_model.bin: differ in {where}, expected the same tensors; move the one "
+        f"{folder}: model.safetensors and pytorch_model.bin: differ in {where}, expected the same tensors; move the "
+        f"one "
         "that is not meant away\n")
 
 

@@ -33,7 +33,8 @@ def compiled(config, directory):
     source.write_text('#include <stdio.h>\n#include <stddef.h>\n#include "colibri.h"\n#include "cache.h"\n'
                       'int main(void) {\nprintf("{");' + "\n".join(prints) + 'printf("\\"end\\": 0}");}\n')
     defines = [f"-D{reader.macros[name]}={value}" for name, value in config.items()]
-    subprocess.run(["gcc", "-I", NATIVE, f"-DCONTEXT={CONTEXT}", *defines, source, "-o", directory / "sizes"], check=True)
+    subprocess.run(["gcc", "-I", NATIVE, f"-DCONTEXT={CONTEXT}", *defines, source, "-o", directory / "sizes"],
+                   check=True)
     return json.loads(subprocess.run([directory / "sizes"], check=True, capture_output=True, text=True).stdout)
 
 

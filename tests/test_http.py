@@ -149,8 +149,8 @@ def test_errors_of_the_client(service, client):
     ("completions", {"model": MODEL, "prompt": "x", "max_new_tokens": 5},
      f'"max_new_tokens": unsupported field, expected one of model, prompt, {COMPLETION_FIELDS}'),
     ("completions", {"model": MODEL, "prompt": ["a"] * 7},
-     ("prompt: 7 prompts with 7 choices, expected at most 6, which run and wait at once; send fewer at a time, or raise "
-      "--queue-size")),
+     ("prompt: 7 prompts with 7 choices, expected at most 6, which run and wait at once; send fewer at a time, or "
+      "raise --queue-size")),
     ("completions", {"model": MODEL, "prompt": ["a", 5]}, "prompt[1]: 5, expected a string, or a list of integers"),
     ("completions", {"model": MODEL, "prompt": ["a", [256]]}, "prompt[1][0]: 256, expected 0 to 255"),
     ("completions", {"model": MODEL, "prompt": 5}, "prompt: 5, expected a string"),

@@ -77,10 +77,10 @@ def test_a_model_of_the_cache(tmp_path):
 @pytest.mark.parametrize("name, error", [
     ("some-org/Other", ("no such path, not in the Hub's cache, and the Hub is not reached, expected one of them; check "
                        "name and network, unset HF_HUB_OFFLINE, or name a folder")),
-    ("some-org/Some.Model@v3", ("no such path, not in the Hub's cache, and the Hub is not reached, expected one of them; "
-                               "check name and network, unset HF_HUB_OFFLINE, or name a folder")),
-    ("some-org/Some--Model", ("no such path, and no id of the Hugging Face Hub, expected ORG/NAME or ORG/NAME@REVISION; "
-                             "check the name")),
+    ("some-org/Some.Model@v3", ("no such path, not in the Hub's cache, and the Hub is not reached, expected one of "
+                               "them; check name and network, unset HF_HUB_OFFLINE, or name a folder")),
+    ("some-org/Some--Model", ("no such path, and no id of the Hugging Face Hub, expected ORG/NAME or "
+                             "ORG/NAME@REVISION; check the name")),
     ("some-org/model.pt", "No such file or directory, expected a readable checkpoint file; check the path"),
     ("some/org/model", "No such file or directory, expected a readable checkpoint file; check the path")])
 def test_what_the_cache_has_not(tmp_path, name, error):
@@ -180,7 +180,8 @@ def test_an_adapter_and_files_of_other_programs(capfd, tmp_path, remote):
     (remote.folder / "model.Q4.gguf").write_bytes(b"GGUF")
     remote.local.mkdir()
     assert refusal(capfd, "org/name", tmp_path / "a.bin") == (
-        "org/name: no model*.safetensors and no pytorch_model*.bin there, or not in the Hub's cache where the Hub is not "
+        "org/name: no model*.safetensors and no pytorch_model*.bin there, or not in the Hub's cache where the Hub is "
+        "not "
         "reached, expected one of them; download them, or name the model itself where this holds GGUF or ONNX files\n")
     (remote.folder / "adapter_config.json").write_text("{}")
     write_safetensors(remote.folder / "adapter_model.safetensors", {"lora_A": np.ones((2, 3), "f2")})
@@ -202,11 +203,12 @@ NOT_FOUND = error_of("RepositoryNotFoundError")
     (error_of("RevisionNotFoundError")("404"), ("no such revision, expected a branch, a tag or a commit after @; check "
                                                 "it")),
     (error_of("IncompleteSnapshotError", error_of("LocalEntryNotFoundError"))("x"), (
-        "only a part of it is in the Hub's cache, and the Hub is not reached, expected all of it; check the network, or "
-        "name a folder")),
-    (OSError(28, "No space left on device"), ("OSError: [Errno 28] No space left on device, expected the model from the "
-                                              "Hugging Face Hub; try again, or name a folder")),
-    (error_of("ProxyError")(""), "ProxyError: , expected the model from the Hugging Face Hub; try again, or name a folder"),
+        "only a part of it is in the Hub's cache, and the Hub is not reached, expected all of it; check the network, "
+        "or name a folder")),
+    (OSError(28, "No space left on device"), ("OSError: [Errno 28] No space left on device, expected the model from "
+                                              "the Hugging Face Hub; try again, or name a folder")),
+    (error_of("ProxyError")(""), ("ProxyError: , expected the model from the Hugging Face Hub; try again, or name a "
+                                 "folder")),
 ])
 def test_errors_of_the_hub_are_one_line(capfd, tmp_path, remote, monkeypatch, error, line):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

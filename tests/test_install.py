@@ -38,11 +38,13 @@ def test_a_python_without_venv(capsys, monkeypatch, module):
 
 
 @pytest.mark.parametrize("output, cause", [
-    ("WARNING: Retrying\\n  x\\nERROR: no versions\\nERROR: others", "ERROR: no versions"), ("\\n  two\\nlines\\n", "two lines"),
+    ("WARNING: Retrying\\n  x\\nERROR: no versions\\nERROR: others", ("ERROR: no "
+                                                                     "versions")), ("\\n  two\\nlines\\n", "two lines"),
     ("", "status=3")])
 def test_a_command_that_fails(capsys, output, cause):
     command = (sys.executable, "-c", f"import sys; print('{output}'); sys.exit(3)")
-    assert line_of(capsys, install.run, "do this", *command) == f"{' '.join(command)}: {cause}, expected success; do this"
+    assert line_of(capsys, install.run, "do "
+                                        "this", *command) == f"{' '.join(command)}: {cause}, expected success; do this"
 
 
 def test_no_package_index(tmp_path):

@@ -120,7 +120,8 @@ def test_others_go_on_while_a_prompt_is_encoded(start):
         service.wait_for("queue_depth", 2)
         assert second.ask(**fields(3, "w1 w2 w3", 40, stream=True))["completion_tokens"] == 40
         connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=TIMEOUT)
-        connection.request("POST", "/v1/completions", json.dumps({"model": "words.bin", "prompt": "w5", "max_tokens": 3}))
+        connection.request("POST", "/v1/completions", json.dumps({"model": "words.bin", "prompt": "w5",
+                                                                  "max_tokens": 3}))
         assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 3
         service.go.touch()
         assert [first.receive()["id"] for _ in range(2)] == [1, 2]
@@ -307,7 +308,8 @@ def test_token_numbers_that_cannot_fit_are_not_read(reader):
     bad = b'{"id": "a", "prompt_ids": [' + b"11, " * (reader.max_bare_bytes // 4) + b"11]}"
     message, identity = refused(reader.parse, bad)
     assert identity == "a" and message == (
-        f"line: more than {reader.max_bare_bytes} bytes outside of strings, expected fewer; no list of token numbers that "
+        f"line: more than {reader.max_bare_bytes} bytes outside of strings, expected fewer; no list of token numbers "
+        f"that "
         "fits the context is as long")
 
 
@@ -333,7 +335,8 @@ def test_what_stands_in_strings_is_not_counted(reader, text, ascii):
 
 
 @pytest.mark.parametrize("data, identity", [
-    (b'{"id": 12, "prompt": "', 12), (b' {\n"id":"a\\"b" ,', 'a"b'), (b'{"id": -5, "x', -5), (b'{"prompt": "x", "id": 1', None),
+    (b'{"id": 12, "prompt": "', 12), (b' {\n"id":"a\\"b" ,', 'a"b'), (b'{"id": -5, "x', -5), ((b'{"prompt": "x", '
+                                                                                              b'"id": 1'), None),
     (b'{"id": 1.5, ', None), (b'{"id": "\\q", ', None), (b'{"id": 1', None), (b"x" * 100, None), (b"", None)])
 def test_the_id_of_a_line_that_is_not_read(data, identity):
     assert leading_id(data) == identity
@@ -344,7 +347,8 @@ def test_lines_that_cannot_fit_have_their_id(start):
         client.send(b'{"id": 7, "prompt": "' + b"x" * 9_000_000 + b'"}\n', b'{"id": 8, "prompt_ids": [1'
                     + b",1" * 100_000 + b"]}\n", fields(9, "x" * 500_000), fields(10, "w1 " * 3000), fields(11, "w1"))
         got = [client.receive() for _ in range(5)]
-        assert [(line["id"], line.get("error", {}).get("code")) for line in sorted(got, key=lambda line: line["id"])] == [
+        assert [(line["id"], line.get("error", {}).get("code")) for line in sorted(got,
+                                                                                   key=lambda line: line["id"])] == [
             (7, "too_long"), (8, "too_long"), (9, "too_long"), (10, "too_long"), (11, None)]
         assert service.stop() == 0
 

@@ -214,8 +214,10 @@ REFUSALS = [
     ("gptq4", spoiled("g_idx", 5, 1), ("(desc_act), expected those of a group of 32 side by side; quantize the model "
                                        "without desc_act")),
     ("gptq4_asymmetric", spoiled("q_proj.qzeros", (0, 0), -1),
-     "q_proj.qzeros: a zero point stored as 15, expected one below, since some read it as 0 and others as 16; save the"),
-    ("gptq4", lacking("k_proj.scales"), "gptq4: missing tensor model.layers.0.self_attn.k_proj.scales (and 1 more), expected 3 experts in each"),
+     ("q_proj.qzeros: a zero point stored as 15, expected one below, since some read it as 0 and others as 16; save "
+     "the")),
+    ("gptq4", lacking("k_proj.scales"), ("gptq4: missing tensor model.layers.0.self_attn.k_proj.scales (and 1 more), "
+                                        "expected 3 experts in each")),
     ("gptq4", spoiled("k_proj.scales", (0, 7), np.inf), "k_proj.qweight: a scale that is not finite at [7, 0]"),
     ("awq", settings(version="gemv"), 'version="gemv", expected "gemm" or "GEMM"'),
     ("awq", settings(bits=8), "bits=8, expected 4"),

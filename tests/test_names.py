@@ -200,7 +200,8 @@ def test_configs_that_cannot_be_right(tmp_path, change, cause):
 @pytest.mark.parametrize("model_type, change, cause", [
     ("olmoe", {"sliding_window": 32}, "sliding_window=32, expected a config without it, since it is not supported; "),
     ("olmoe", {"head_dim": 6}, "head_dim=6, expected a config without it, since it is not supported; "),
-    ("granitemoe", {"sliding_window": 32}, "sliding_window=32, expected a config without it, since it is not supported"),
+    ("granitemoe", {"sliding_window": 32}, ("sliding_window=32, expected a config without it, since it is not "
+                                           "supported")),
     ("olmoe", {"layer_types": ["full_attention", "sliding_attention"]},
      ('layer_types=["full_attention", "sliding_attention"], expected full_attention alone, since others are not '
       "supported in olmoe without a sliding window; ")),

@@ -115,7 +115,8 @@ def test_mxfp4_experts_are_rows_of_gate_and_up_in_turn(dtype):
     expected = rounded(expected, dtype)
     for e in range(3):
         np.testing.assert_array_equal(written(views.even_rows(part, {"ffn": 5}, e)[0], dtype), expected[e, 0::2])
-        np.testing.assert_array_equal(written(views.odd_rows(part, {"ffn": 5}, e)[0], dtype, (1, 4)), expected[e, 3:9:2])
+        np.testing.assert_array_equal(written(views.odd_rows(part, {"ffn": 5}, e)[0], dtype, (1, 4)), expected[e,
+                                                                                                               3:9:2])
         np.testing.assert_array_equal(written(views.expert(part, {}, e)[0], dtype), expected[e])
 
 
@@ -129,12 +130,14 @@ def test_scales_that_do_not_fit_are_refused():
     for kind, scale, got in (("float32", np.ones((2, 4), np.float32), r"float32 \(2, 4\)"),
                              ("float64", np.ones((3, 4)), r"float64 \(3, 4\)"),
                              ("uint8", np.ones((3, 4), np.uint8), r"uint8 \(3, 4\)")):
-        with pytest.raises(ColibriError, match=rf"w_scale_inv: {got}, expected one of float32, float16, float8_e8m0fnu, "
+        with pytest.raises(ColibriError, match=rf"w_scale_inv: {got}, expected one of float32, float16, "
+                                               rf"float8_e8m0fnu, "
                                                r"bfloat16 and \(3, 4\) for w, float8_e4m3fn \(70, 50\)"):
             fp8(np.zeros((70, 50)), scale, kind)
     tensors = {"up_blocks": tensor("up_blocks", "uint8", np.zeros((5, 3, 16), np.uint8)),
                "up_scales": tensor("up_scales", "uint8", np.zeros((5, 3), np.uint8))}
-    with pytest.raises(ColibriError, match=r"up_blocks: uint8 \(5, 3, 16\), expected uint8 \[experts, rows, groups, 16\]"):
+    with pytest.raises(ColibriError, match=r"up_blocks: uint8 \(5, 3, 16\), expected uint8 \[experts, rows, groups, "
+                                           r"16\]"):
         decoded(tensors, [128, 128])
 
 

@@ -12,10 +12,13 @@ from colibri.errors import ColibriError
 from colibri.text import Bytes, Codec, Numbers, Pieces, Tokenizer
 
 CHARACTERS = [
-    *"aeiou st,.'\n", "the ", " and", "nai\u0308ve", "é", "ß", "ŋ", "ђ", "я", "λ", "ж", "ש", "م", "ا", "के", "ஸ்", "ខ្ញុំ", "ไ", "한",
-    "中", "文", "字", "語", "か", "が", "\u3000", "o\u0302\u0323", "a\u0300\u0301\u0302\u0303", "\u200d", "\u00a0", "▁", "  ", "\t",
+    *"aeiou st,.'\n", "the ", " and", "nai\u0308ve", "é", "ß", "ŋ", "ђ", "я", "λ", "ж", "ש", "م", "ا", "के", "ஸ்",
+    "ខ្ញុំ", "ไ", "한",
+    "中", "文", "字", "語", "か", "が", "\u3000", "o\u0302\u0323", "a\u0300\u0301\u0302\u0303", "\u200d", "\u00a0", "▁",
+    "  ", "\t",
     "\U00020000", "\U0001f426", "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466",
-    "\U0001f3f3\ufe0f\u200d\U0001f308", "\U0001f1e9\U0001f1ea", "\U0001f1ef\U0001f1f5", "\U0001f44d\U0001f3fd", "7\ufe0f\u20e3",
+    "\U0001f3f3\ufe0f\u200d\U0001f308", "\U0001f1e9\U0001f1ea", "\U0001f1ef\U0001f1f5", "\U0001f44d\U0001f3fd",
+    "7\ufe0f\u20e3",
     "\u2019", "\u20ac", "1", "<0x41>", "Ġ", "##"]
 TEXTS = 10_000
 REPLACED = "\ufffd"
@@ -51,7 +54,8 @@ def test_every_cut_of_random_texts(kind):
     generator = random.Random(kind)
     sample = [random_text(generator) for _ in range(300)]
     made = {"byte fallback": lambda: text_models.byte_fallback(["▁the", "▁and", "st", "中文"]),
-            "byte level": lambda: text_models.byte_level(sample), "unigram": lambda: text_models.unigram(sample)}[kind]()
+            "byte "
+            "level": lambda: text_models.byte_level(sample), "unigram": lambda: text_models.unigram(sample)}[kind]()
     used = codec(made)
     for number in range(TEXTS):
         prompt = made.encode(random_text(generator)).ids if number % 2 else []
@@ -64,7 +68,8 @@ def test_every_cut_of_random_texts(kind):
         assert text + answer.rest() == answer.text() == made.decode(prompt + tokens)[before:]
 
 
-@pytest.mark.parametrize("text", ["\U0001f426" * 64, "中" * 200 + "é", "ខ្ញុំស្រឡាញ់ភាសាខ្មែរ" * 5, "\ufffd" * 30 + "a", " \u0301" * 9],
+@pytest.mark.parametrize("text", ["\U0001f426" * 64, "中" * 200 + "é", "ខ្ញុំស្រឡាញ់ភាសាខ្មែរ" * 5, "\ufffd" * 30 + "a",
+                                  " \u0301" * 9],
                          ids=lambda text: f"{len(text)} characters")
 def test_long_runs_of_byte_tokens(text):
     made = text_models.byte_fallback()
@@ -75,7 +80,7 @@ def test_long_runs_of_byte_tokens(text):
 
 
 def by_hand(made, tokens):
-    """What README promises of byte tokens that are no UTF-8: U+FFFD for each, whole characters among them as they are."""
+    """What README promises of byte tokens that are no UTF-8: U+FFFD for each, whole characters among them as such."""
     data = [made.id_to_token(token) for token in tokens if made.id_to_token(token) not in text_models.SPECIAL]
     raw = b"".join(bytes.fromhex(string[3:5]) if re.fullmatch("<0x..>", string) else string.replace("▁", " ").encode()
                    for string in data)
@@ -203,7 +208,8 @@ def test_a_prompt_begins_with_bos_once():
         assert encode(made, "the", False, bos=bos) == [the]
         assert encode(made, "<s>the", False, bos=bos) == [1, the]
     assert encode(plain, "the") == [the] and encode(plain, "<s>the") == [1, the]
-    plain.post_processor = processors.TemplateProcessing(single="</s> <s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    plain.post_processor = processors.TemplateProcessing(single="</s> <s> $A "
+                                                                "</s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     for bos in (None, 1, 2):
         assert encode(plain, "the", bos=bos) == [2, 1, the, 2]
         assert encode(plain, "</s><s>the", bos=bos) == [2, 1, the, 2]
@@ -217,13 +223,14 @@ def test_prompts_that_the_tokenizer_or_the_model_does_not_take():
     assert encode(made, "a<image>", vocab_size=last + 1)[-1] == last
     with pytest.raises(ColibriError) as error:
         encode(made, "a<image>b", vocab_size=last)
-    assert str(error.value) == (f"prompt: token '<image>' is {last}, expected 0 to {last - 1}, which the model has; leave "
+    assert str(error.value) == (f"prompt: token '<image>' is {last}, expected 0 to {last - 1}, which the model has; "
+                                f"leave "
                                 "it out")
     words = Made(models.WordLevel({"a": 0}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(ColibriError) as error:
         encode(words, "a b")
-    assert str(error.value) == ("prompt: WordLevel error: Missing [UNK] token from the vocabulary, expected text that the "
-                                "model's tokenizer takes; change it")
+    assert str(error.value) == ("prompt: WordLevel error: Missing [UNK] token from the vocabulary, expected text "
+                                "that the model's tokenizer takes; change it")
     with pytest.raises(ColibriError, match="^--prompt: not UTF-8, expected text; convert it first$"):
         codec(made).encode(b"\xff")

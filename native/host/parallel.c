@@ -23,7 +23,7 @@
 
 #define MIN_PARALLEL_COST 1e5 /* multiply-adds: some 5 us, a few times what it takes to hand a job out */
 #define AWAKE 50e-6           /* seconds that a worker waits awake: longer than what one thread does between jobs */
-#define NAP 500e-6            /* of sleep while a job runs: whenever a core falls idle, the scheduler finds it a thread */
+#define NAP 500e-6            /* of sleep while a job runs: where a core falls idle, the scheduler finds it a thread */
 #define GRACE 20e-6           /* seconds, and twice an item's time, until an item that was begun is done again */
 #define LONG_WAIT 1e-3        /* seconds: beyond a core's brief errand, below a scheduler's time slice */
 #define AWAY_MIN 0.02         /* seconds */
