@@ -135,7 +135,9 @@ class Templates:
 
     def _adapted(self, name, message):
         """Returns a message of OpenAI's API in the form that the template reads."""
-        content, calls = message.get("content"), message.get("tool_calls")
+        if calls := message.get("tool_calls"):  # beside which OpenAI's clients send null
+            message = {"content": "", **message}
+        content = message.get("content")
         if isinstance(content, list) and not self._forms(name).parts:
             message = {**message, "content": "".join(part["text"] for part in content)}
         elif isinstance(content, str) and not self._forms(name).strings:

@@ -19,6 +19,11 @@ def tools_of(given):
         raise wrong("tools", tools, "a list of objects")
     if len(tools) > MAX_TOOLS:
         raise Refused("tools", f"{len(tools)} tools", f"at most {MAX_TOOLS}")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise wrong(f"tools[{index}]", tool, "an object")
+    if choice == "none":  # what nobody sees need not be right
+        return None
     names = [_name(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -26,13 +31,11 @@ def tools_of(given):
                           logged={"got": "... twice"})
     _check_size(tools)
     _check_choice(choice, names)
-    return tools if tools and choice != "none" else None
+    return tools or None
 
 
 def _name(tool, where):
     """Returns the name of a tool, which is a function."""
-    if not isinstance(tool, dict):
-        raise wrong(where, tool, "an object")
     if tool.get("type", "function") != "function":
         raise wrong(f"{where}.type", tool["type"], "function")
     function = tool.get("function")

@@ -97,7 +97,7 @@ def chat(service, model, *messages, **fields):
     ([user()], {"tools": [{"type": "function", "function": {"name": "é"}}], "tool_choice": "auto"},
      ('<tools>[{"type": "function", "function": {"name": "é"}}]</tools><|im_start|>user\nIt is<|im_end|>'
       "<|im_start|>assistant\n")),
-    ([user()], {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+    ([user()], {"tools": [{"type": "function"}], "tool_choice": "none"},
      "<|im_start|>user\nIt is<|im_end|><|im_start|>assistant\n"),
     ([user(), {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {
         "name": "f", "arguments": '{"a":1}'}}]}, {"role": "tool", "content": "the", "tool_call_id": "1"}],

@@ -195,6 +195,24 @@ def test_arguments_in_the_form_that_a_template_takes(chat_of, text, arguments, e
     assert Conversation(chat_of(text), messages, adapts=True).text() == expected
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_and_results_as_clients_send_them(name, chat_of):
+    """Without content, or with null, and with arguments as text: as transformers renders "" and an object."""
+    made = chat_of(text_of(name))
+
+    def rendered(arguments, **content):
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [*USER, {"role": "assistant", **content, "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "5"}]
+        try:
+            return Conversation(made, messages, adapts=True).text()
+        except NotRendered as error:
+            return error.parts
+    expected = rendered({"a": 1}, content="")
+    assert rendered('{"a": 1}') == rendered('{"a": 1}', content=None) == rendered('{"a":1}', content="") == expected
+    assert isinstance(expected, str) or name == "05_turns"
+
+
 def test_signals_of_the_terminal_do_not_end_the_process(chat_of):
     made = chat_of("fine")
     assert asked(made, USER) == "fine"
