@@ -24,12 +24,12 @@ int64_t colibri_model_bytes(void);
  * is missing. */
 int64_t colibri_state_bytes(int backend, const void *header, int num_slots, int context);
 /* Makes a model of a checked file header, its weights (struct Weights, struct Layer[num_layers]), a zeroed state block
- * and a batch. */
+ * and a batch. The caller fills State.place before the first step. */
 int colibri_bind(void *model, int backend, const void *header, const void *weights, const void *layers, void *state,
                  void *batch, int num_slots, int context, int num_threads, void *stream);
 /* Copies a mapped file's bytes to the device's `target`, with threads that fill two chunks each, page-locked ones. */
-int colibri_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes, int
-                   num_threads, void *stream);
+int colibri_upload(void *target, const void *source, int64_t bytes, void *chunks, int64_t chunk_bytes,
+                   int num_threads, void *stream);
 /* One step over the model's batch: embed, layers, logits, sampled tokens. num_tokens, num_logits: launch sizes. */
 int colibri_forward(void *model, int num_tokens, int num_logits);
 /* Part `part` of that step, or of a bare stack's: 0 up to the first router, then from one router to the next,
@@ -54,8 +54,8 @@ int colibri_guard(const void *data, int64_t bytes, const char *line);
 int colibri_unguard(const void *data);
 /* Makes the panel of few bits (INT8, INT4, FP8) whose weights are the nearest to 64 rows of `columns` wide weights of
  * dtype `source`, all finite. unit: with INT8 and INT4 the tensor's scale, a power of two. */
-int colibri_search(const void *rows, int source, int64_t columns, int dtype, int group, float unit, void *panel, int
-                   num_threads);
+int colibri_search(const void *rows, int source, int64_t columns, int dtype, int group, float unit, void *panel,
+                   int num_threads);
 /* Reads `bytes` at `data` with all threads, as fast as the machine can: the ceiling that decode is measured against. */
 double colibri_read_sum(const void *data, int64_t bytes, int num_threads);
 /* Fused multiply-adds a second over all threads, measured for about `seconds`. */

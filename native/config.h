@@ -124,7 +124,7 @@
 #define SHARED_GATE 0
 #endif
 #ifndef STORED_EXPERTS
-#define STORED_EXPERTS NUM_EXPERTS /* places of a layer's experts in memory; fewer: State.place says which are there */
+#define STORED_EXPERTS NUM_EXPERTS /* places of a layer's experts in memory; State.place says which expert has which, or none */
 #endif
 #ifndef CUDA_ARCH
 #define CUDA_ARCH 0 /* 90 in an sm_90 build */
