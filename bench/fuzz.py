@@ -327,7 +327,7 @@ def fuzz_request(random, folder, counts):
             return
         request = reader.request(values)
         if request.encode:
-            request.prompt, request.max_new_tokens = request.encode()
+            request.prompt, request.max_new_tokens, _ = request.encode()
     except refused.Refused as error:
         text = str(error)
         if error.code not in refused.CODES or not text.isprintable() or len(text) > 2500:
