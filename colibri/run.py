@@ -122,8 +122,9 @@ def _add_text_options(add):
     add("--score", metavar="FILE|-", help="a text whose tokens' natural log-probabilities are added up; - for stdin")
     add("--chat", action="store_true", default=None, help="a conversation: lines of the terminal, or of stdin")
     add("--system", metavar="TEXT", help="what a conversation begins with: who the model is, how it answers")
-    add("--tool-format", type=choice(FORMATS), metavar="|".join(FORMATS),
-        help="how the model writes calls of tools, with --chat or --http (default: as its chat template has it)")
+    add("--tool-format", type=choice(FORMATS), metavar="NAME",
+        help=f"how the model writes calls of tools, with --chat or --http: {', '.join(FORMATS)} (default: as its chat "
+             "template has it)")
     add("--temperature", type=number(), metavar="X",
         help="0 is greedy (default: as the model's authors set it, else 0)")
     add("--top-k", type=integer(-1), metavar="N", help="draw from the N likeliest; 0 or -1: all")
